@@ -1,0 +1,54 @@
+// gate: RMSNorm, the router product and routing in one call. Logits stay in f32.
+#include <algorithm>
+
+#include "core.h"
+#include "pool.h"
+#include "products.h"
+#include "route.h"
+#include "scratch.h"
+
+namespace moefuse {
+
+void gate(Tensor x, Weight weight, Tensor norm_weight, Tensor bias, Tensor logit_bias, Tensor per_expert_scale,
+          float eps, int64_t T, int64_t H, int64_t E, const Routing& routing, float* weights, int32_t* ids,
+          Output normed, int threads) {
+  const Kernels& k = kernels();
+  threads = worth(threads, T * E * H);
+  Router router(bias, per_expert_scale, E, routing);
+  // The normed row is f32 whatever x is, so the f32 form of the format is asked for.
+  Packed packed{&format_of(weight, Dtype::f32), nullptr, H};
+  packed.data = scratch(Slot::activations, T * packed.pitch());
+  float* rows = scratch_floats(Slot::rows, threads * H);
+  float* logits = scratch_floats(Slot::logits, T * E);
+
+  auto norm = [&](int64_t t, int64_t, int worker) {
+    float* row = rows + worker * H;
+    k.decode(x.dtype, row_of(x, t, H), row, H);
+    if (norm_weight) rms_norm(row, norm_weight, eps, H, row);
+    packed.format->pack(Dtype::f32, row, H, packed.padded(), packed.row(t));
+    if (normed) k.encode(row, normed.dtype, row_of(normed, t, H), H);
+  };
+
+  const int32_t offsets[2] = {0, static_cast<int32_t>(T)};
+  Grid grid(offsets, 1, E, 1, H, size_of(weight.dtype), threads);
+  auto product = [&](int64_t task, int64_t next, int) {
+    Workspace ws;
+    Cell c = grid.cell(task);
+    for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = packed.row(c.row + m);
+    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(weight, 0, c.column + n);
+    const char* ahead = next < 0 ? nullptr : row_of(weight, 0, grid.cell(next).column);
+    float* z = logits + c.row * E + c.column;
+    packed.format->dots({ws.a, ws.w, c.rows, c.columns, H, z, E, ahead});
+    for (int64_t n = 0; logit_bias && n < c.columns; ++n) {
+      float b = element(logit_bias, c.column + n);
+      for (int64_t m = 0; m < c.rows; ++m) z[m * E + n] += b;
+    }
+  };
+
+  int64_t top_k = routing.top_k;
+  auto select = [&](int64_t t, int64_t, int) { router.row(logits + t * E, weights + t * top_k, ids + t * top_k); };
+  run_phases({{T, norm}, {grid.tasks(), product}, {T, select}}, threads);
+  trim_scratch();
+}
+
+}  // namespace moefuse

@@ -1,0 +1,138 @@
+// moefuse.backends.cpu._core: the ops of core.h for Python, on addresses.
+//
+// A tensor is (address, dtype code), a weight (address, dtype code, expert stride, row stride), (0, 0, ..) when
+// absent; dtype codes are those of moefuse::Dtype. The Python side keeps the tensors alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "core.h"
+
+namespace nb = nanobind;
+using namespace moefuse;
+
+namespace {
+
+using Address = uintptr_t;
+using TensorArg = std::tuple<Address, int>;
+using WeightArg = std::tuple<Address, int, int64_t, int64_t>;
+// shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed
+using TailArg = std::tuple<TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, float, TensorArg, TensorArg>;
+// top_k, score, renormalize, scale, groups, top_groups, top2_sum, softcap, norm_floor, renormalize_after_scale
+using RoutingArg = std::tuple<int64_t, int, bool, float, int64_t, int64_t, bool, float, float, bool>;
+// kind, alpha, limit
+using ActivationArg = std::tuple<int, float, float>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Tensor tensor(const TensorArg& t) { return {at<const void>(std::get<0>(t)), static_cast<Dtype>(std::get<1>(t))}; }
+
+Output output(const TensorArg& t) { return {at<void>(std::get<0>(t)), static_cast<Dtype>(std::get<1>(t))}; }
+
+Weight weight(const WeightArg& w) {
+  return {at<const void>(std::get<0>(w)), static_cast<Dtype>(std::get<1>(w)), std::get<2>(w), std::get<3>(w)};
+}
+
+Tail tail(const TailArg& t) {
+  return {tensor(std::get<0>(t)), tensor(std::get<1>(t)), tensor(std::get<2>(t)), tensor(std::get<3>(t)),
+          tensor(std::get<4>(t)), std::get<5>(t),         output(std::get<6>(t)), output(std::get<7>(t))};
+}
+
+Routing routing(const RoutingArg& r) {
+  return {std::get<0>(r), static_cast<Score>(std::get<1>(r)), std::get<2>(r), std::get<3>(r), std::get<4>(r),
+          std::get<5>(r), std::get<6>(r),                     std::get<7>(r), std::get<8>(r), std::get<9>(r)};
+}
+
+Activation activation(const ActivationArg& a) {
+  return {static_cast<Act>(std::get<0>(a)), std::get<1>(a), std::get<2>(a)};
+}
+
+Buckets buckets(Address offsets, Address order) { return {at<const int32_t>(offsets), at<const int32_t>(order)}; }
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("isas", &isas);
+  m.def("set_isa", &set_isa);
+
+  m.def(
+      "route",
+      [](TensorArg logits, TensorArg bias, TensorArg scale, int64_t T, int64_t E, RoutingArg r, Address weights,
+         Address ids, int threads) {
+        route(tensor(logits), tensor(bias), tensor(scale), T, E, routing(r), at<float>(weights), at<int32_t>(ids),
+              threads);
+      },
+      Release());
+
+  m.def(
+      "gate",
+      [](TensorArg x, WeightArg w, TensorArg norm_weight, TensorArg bias, TensorArg logit_bias, TensorArg scale,
+         float eps, int64_t T, int64_t H, int64_t E, RoutingArg r, Address weights, Address ids, TensorArg normed,
+         int threads) {
+        gate(tensor(x), weight(w), tensor(norm_weight), tensor(bias), tensor(logit_bias), tensor(scale), eps, T, H, E,
+             routing(r), at<float>(weights), at<int32_t>(ids), output(normed), threads);
+      },
+      Release());
+
+  m.def(
+      "plan",
+      [](Address ids, bool wide, int64_t S, int64_t E, Address counts, Address offsets, Address order,
+         Address inverse) {
+        plan({at<const void>(ids), wide}, S, E, at<int32_t>(counts), at<int32_t>(offsets), at<int32_t>(order),
+             at<int32_t>(inverse));
+      },
+      Release());
+
+  m.def(
+      "grouped_linear",
+      [](TensorArg x, int64_t x_rows, WeightArg w, TensorArg bias, Address offsets, Address order, int64_t S,
+         int64_t E, int64_t N, int64_t K, bool gather, bool scatter, TensorArg y, int threads) {
+        grouped_linear(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order), S, E, N, K, gather,
+                       scatter, output(y), threads);
+      },
+      Release());
+
+  m.def(
+      "grouped_outer",
+      [](TensorArg grad, TensorArg x, int64_t x_rows, Address offsets, Address order, int64_t S, int64_t E, int64_t N,
+         int64_t K, bool gather, bool scatter, TensorArg out, int threads) {
+        grouped_outer(tensor(grad), tensor(x), x_rows, buckets(offsets, order), S, E, N, K, gather, scatter,
+                      output(out), threads);
+      },
+      Release());
+
+  m.def(
+      "glu",
+      [](TensorArg gate, TensorArg up, int64_t rows, int64_t I, ActivationArg act, bool gated, bool interleaved,
+         TensorArg out, int threads) {
+        glu(tensor(gate), tensor(up), rows, I, activation(act), gated, interleaved, output(out), threads);
+      },
+      Release());
+
+  m.def(
+      "combine",
+      [](TensorArg y, TensorArg weights, Address inverse, int64_t T, int64_t top_k, int64_t H, TailArg t,
+         int threads) {
+        combine(tensor(y), tensor(weights), at<const int32_t>(inverse), T, top_k, H, tail(t), threads);
+      },
+      Release());
+
+  m.def(
+      "experts",
+      [](TensorArg x, Address ids, bool wide, TensorArg weights, WeightArg gate_up, WeightArg up, WeightArg down,
+         TensorArg gate_up_bias, TensorArg down_bias, Address offsets, Address order, int64_t T, int64_t top_k,
+         int64_t E, int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, TailArg t, int threads) {
+        experts({tensor(x), {at<const void>(ids), wide}, tensor(weights), weight(gate_up), weight(up), weight(down),
+                 tensor(gate_up_bias), tensor(down_bias), buckets(offsets, order), T, top_k, E, H, I, activation(act),
+                 gated, interleaved, tail(t)},
+                threads);
+      },
+      Release());
+}

@@ -1,0 +1,146 @@
+// route: scores, selection inside the kept groups, weights. One row at a time, all in f32.
+#include "route.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "pool.h"
+#include "products.h"
+
+namespace moefuse {
+namespace {
+
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxTopK = 64;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+std::vector<float> decoded(Tensor x, int64_t n) {
+  std::vector<float> out(x ? static_cast<size_t>(n) : 0);
+  if (x) kernels().decode(x.dtype, x.data, out.data(), n);
+  return out;
+}
+
+bool fails_closed(const float* x, int64_t n) {
+  bool bad = false;
+  for (int64_t i = 0; i < n; ++i) bad |= !(x[i] < kInf);
+  return bad;
+}
+
+// The `limit` largest of keys above -inf, largest first, ties to the lowest index. Returns how many there are.
+int64_t select_largest(const float* keys, int64_t n, int64_t limit, int32_t* picked) {
+  float held[kMaxExperts];
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    float key = keys[i];
+    if (!(key > -kInf) || (count == limit && !(key > held[count - 1]))) continue;
+    int64_t at = count < limit ? count++ : count - 1;
+    for (; at > 0 && key > held[at - 1]; --at) {
+      held[at] = held[at - 1];
+      picked[at] = picked[at - 1];
+    }
+    held[at] = key;
+    picked[at] = static_cast<int32_t>(i);
+  }
+  return count;
+}
+
+void divide_by_sum(float* weights, int64_t n, float floor) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += weights[i];
+  float divisor = std::max(static_cast<float>(sum), floor);
+  for (int64_t i = 0; i < n; ++i) weights[i] /= divisor;
+}
+
+}  // namespace
+
+Router::Router(Tensor bias, Tensor per_expert_scale, int64_t E, const Routing& routing)
+    : r_(routing), E_(E), bias_(decoded(bias, E)), scale_(decoded(per_expert_scale, E)) {
+  if (E > kMaxExperts || r_.top_k > kMaxTopK) throw std::length_error("route: more than 1024 experts or top_k over 64");
+  closed_ = fails_closed(bias_.data(), static_cast<int64_t>(bias_.size()));
+}
+
+// Masks the keys outside the best groups with -inf.
+void Router::keep_groups(float* keys, const float* scores) const {
+  int64_t size = E_ / r_.groups;
+  float values[kMaxExperts];
+  for (int64_t g = 0; g < r_.groups; ++g) {
+    float first = -kInf;
+    float second = -kInf;
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      if (!(keys[e] > -kInf)) continue;
+      float value = r_.top2_sum && bias_.empty() ? scores[e] : keys[e];
+      second = std::max(second, std::min(first, value));
+      first = std::max(first, value);
+    }
+    values[g] = r_.top2_sum && second > -kInf ? first + second : first;
+  }
+  int32_t kept[kMaxExperts];
+  int64_t count = select_largest(values, r_.groups, r_.top_groups, kept);
+  bool keep[kMaxExperts] = {};
+  for (int64_t i = 0; i < count; ++i) keep[kept[i]] = true;
+  for (int64_t e = 0; e < E_; ++e) {
+    if (!keep[e / size]) keys[e] = -kInf;
+  }
+}
+
+void Router::row(const float* logits, float* weights, int32_t* ids) const {
+  int32_t picked[kMaxTopK];
+  int64_t count = 0;
+  float scores[kMaxExperts];
+  if (!closed_ && !fails_closed(logits, E_)) {
+    float keys[kMaxExperts];
+    const float* scored = logits;
+    if (r_.softcap > 0) {
+      for (int64_t e = 0; e < E_; ++e) {
+        // A masked expert stays masked: it has no part in the softmax either.
+        keys[e] = logits[e] == -kInf
+                      ? -kInf
+                      : static_cast<float>(r_.softcap * std::tanh(static_cast<double>(logits[e]) / r_.softcap));
+      }
+      scored = keys;
+    }
+    kernels().scores(r_.score, scored, scores, E_);
+    // Without a bias the logit itself is the key: a score could round two of them to one.
+    for (int64_t e = 0; e < E_; ++e) {
+      keys[e] = bias_.empty() ? logits[e] : logits[e] > -kInf ? scores[e] + bias_[static_cast<size_t>(e)] : -kInf;
+    }
+    if (r_.groups > 1) keep_groups(keys, scores);
+    count = select_largest(keys, E_, r_.top_k, picked);
+  }
+
+  for (int64_t j = 0; j < count; ++j) {
+    ids[j] = picked[j];
+    weights[j] = scores[picked[j]];
+  }
+  for (int64_t j = count; j < r_.top_k; ++j) {
+    ids[j] = static_cast<int32_t>(E_);
+    weights[j] = 0;
+  }
+  if (r_.renormalize) divide_by_sum(weights, count, r_.norm_floor);
+  for (int64_t j = 0; j < count; ++j) {
+    weights[j] *= r_.scale;
+    if (!scale_.empty()) weights[j] *= scale_[static_cast<size_t>(picked[j])];
+  }
+  if (r_.renormalize_after_scale) divide_by_sum(weights, count, r_.norm_floor);
+}
+
+void route(Tensor logits, Tensor bias, Tensor per_expert_scale, int64_t T, int64_t E, const Routing& routing,
+           float* weights, int32_t* ids, int threads) {
+  constexpr int64_t kRows = 16;
+  Router router(bias, per_expert_scale, E, routing);
+  int64_t top_k = routing.top_k;
+  auto run = [&](int64_t task, int64_t, int) {
+    float decoded_row[kMaxExperts];
+    int64_t end = std::min(T, (task + 1) * kRows);
+    for (int64_t t = task * kRows; t < end; ++t) {
+      kernels().decode(logits.dtype, row_of(logits, t, E), decoded_row, E);
+      router.row(decoded_row, weights + t * top_k, ids + t * top_k);
+    }
+  };
+  // An expert's share of a row costs about as much as 16 multiply-adds: its exponential and its comparisons.
+  run_phases({{(T + kRows - 1) / kRows, run}}, worth(threads, T * E * 16));
+}
+
+}  // namespace moefuse

@@ -1,0 +1,27 @@
+// Routing of one row, for the ops that end in it.
+#pragma once
+
+#include <vector>
+
+#include "core.h"
+
+namespace moefuse {
+
+class Router {
+ public:
+  Router(Tensor bias, Tensor per_expert_scale, int64_t E, const Routing& routing);
+
+  // logits [E] -> weights [top_k], ids [top_k].
+  void row(const float* logits, float* weights, int32_t* ids) const;
+
+ private:
+  void keep_groups(float* keys, const float* scores) const;
+
+  Routing r_;
+  int64_t E_;
+  std::vector<float> bias_;   // empty: none
+  std::vector<float> scale_;  // per expert; empty: none
+  bool closed_ = false;       // a bias of NaN or +inf: no row is routed
+};
+
+}  // namespace moefuse

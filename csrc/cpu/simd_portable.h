@@ -1,0 +1,101 @@
+// f32 vectors in the compiler's own vector type: 4 lanes, SSE2 on x86-64 and NEON on ARM.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bf16 pairs are split by shifting 32-bit words");
+
+namespace moefuse::MOEFUSE_ISA {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef uint32_t VecU __attribute__((vector_size(16)));
+constexpr int kLanes = 4;
+
+// A register tile is M rows by kTileColumns[M] weight rows: 8 sums in 16 registers, as there may be no FMA.
+constexpr int kTileRows = 4;
+constexpr int kTileColumns[kTileRows + 1] = {0, 6, 4, 2, 2};
+
+inline Vec zero() { return Vec{}; }
+inline Vec splat(float x) { return Vec{x, x, x, x}; }
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec add(Vec a, Vec b) { return a + b; }
+
+#ifdef __FP_FAST_FMAF
+inline Vec fma(Vec a, Vec b, Vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#else
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
+
+// The even and the odd elements of 8 bf16 values.
+inline Vec load_bf16_even(const void* p) {
+  VecU raw;
+  std::memcpy(&raw, p, sizeof raw);
+  return reinterpret_cast<Vec>(raw << 16);
+}
+inline Vec load_bf16_odd(const void* p) {
+  VecU raw;
+  std::memcpy(&raw, p, sizeof raw);
+  return reinterpret_cast<Vec>(raw & 0xffff0000u);
+}
+
+inline float f16_to_f32(uint16_t h) {
+  uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  uint32_t magnitude = h & 0x7fffu;
+  // Multiplying by 2**112 moves the exponent bias from 15 to 127, subnormals included.
+  uint32_t bits = magnitude << 13;
+  float scaled;
+  std::memcpy(&scaled, &bits, sizeof scaled);
+  scaled *= 0x1p112f;
+  std::memcpy(&bits, &scaled, sizeof bits);
+  bits = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude << 13) : bits;
+  bits |= sign;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+inline uint16_t f32_to_f16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (bits < 0x38800000u) {
+    // Subnormal: adding 0.5 rounds to a multiple of 2**-24 in the low bits of the sum.
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, sizeof bits);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  bits += 0xc8000fffu + ((bits >> 13) & 1);
+  return static_cast<uint16_t>(sign | (bits >> 13));
+}
+
+inline Vec load_f16(const void* p) {
+  uint16_t h[kLanes];
+  std::memcpy(h, p, sizeof h);
+  return Vec{f16_to_f32(h[0]), f16_to_f32(h[1]), f16_to_f32(h[2]), f16_to_f32(h[3])};
+}
+inline void store_f16(void* p, Vec v) {
+  uint16_t h[kLanes];
+  for (int i = 0; i < kLanes; ++i) h[i] = f32_to_f16(v[i]);
+  std::memcpy(p, h, sizeof h);
+}
+
+// out[i] = sum of v[i]; the same order of additions whatever i.
+inline void sum4(const Vec* v, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+}
+
+}  // namespace moefuse::MOEFUSE_ISA

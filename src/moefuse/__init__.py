@@ -1,0 +1,30 @@
+"""moefuse: the mixture-of-experts feed-forward block, fused.
+
+Importing this package loads torch and nothing else that is heavy: no compiler, no triton, no transformers.
+"""
+
+from moefuse.ops.activation import glu
+from moefuse.ops.combine import combine
+from moefuse.ops.experts import experts, moe
+from moefuse.ops.gate import gate
+from moefuse.ops.grouped_linear import grouped_linear, grouped_outer
+from moefuse.ops.plan import plan
+from moefuse.ops.route import route
+from moefuse.types import Activation, Plan, Routing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "Plan",
+    "Routing",
+    "combine",
+    "experts",
+    "gate",
+    "glu",
+    "grouped_linear",
+    "grouped_outer",
+    "moe",
+    "plan",
+    "route",
+]

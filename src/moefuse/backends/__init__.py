@@ -1,0 +1,61 @@
+"""How ops run. One row per backend; its module is loaded when a tensor first needs it.
+
+A backend is a package beside this file that offers
+
+* ``OPS``: op name -> function with the signature of that op's ``<op>_reference``, checked tensors in, tensors out;
+* ``DTYPES``: the element types its kernels take;
+* ``unavailable()``: None, or one sentence that says why it cannot run on this machine;
+* ``describe()``: facts for ``moefuse info``;
+* optionally ``emulates()``: device types beyond its row's that it runs on when asked by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    devices: tuple[str, ...]
+
+    @property
+    def module_name(self) -> str:
+        return f"{__name__}.{self.name}"
+
+    def load(self) -> Any:
+        return importlib.import_module(self.module_name)
+
+    def exists(self) -> bool:
+        """Whether this version of the package has it."""
+        return importlib.util.find_spec(self.module_name) is not None
+
+    def missing(self) -> str | None:
+        """Why this backend cannot run here, or None."""
+        if not self.exists():
+            return "this version of moefuse has no kernels for it yet"
+        reason: str | None = self.load().unavailable()
+        return reason
+
+    def emulated(self) -> tuple[str, ...]:
+        """Devices it runs on only when asked by name."""
+        if self.missing() is not None:
+            return ()
+        found: tuple[str, ...] = getattr(self.load(), "emulates", tuple)()
+        return found
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("cpu", ("cpu",)),
+    Backend("triton", ("cuda",)),
+    Backend("metal", ("mps",)),
+)
+REFERENCE = "reference"
+
+
+def names() -> tuple[str, ...]:
+    """Every name that ``backend=`` takes."""
+    return (*(row.name for row in BACKENDS), REFERENCE)

@@ -1,0 +1,49 @@
+"""The CPU backend: C++ kernels for the machine's instruction set, at memory speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moefuse import config
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu.activation import glu
+from moefuse.backends.cpu.combine import combine
+from moefuse.backends.cpu.experts import experts
+from moefuse.backends.cpu.gate import gate
+from moefuse.backends.cpu.grouped_linear import grouped_linear, grouped_outer
+from moefuse.backends.cpu.plan import plan
+from moefuse.backends.cpu.route import route
+
+OPS: dict[str, Callable[..., Any]] = {
+    "route": route,
+    "gate": gate,
+    "plan": plan,
+    "grouped_linear": grouped_linear,
+    "grouped_outer": grouped_outer,
+    "glu": glu,
+    "combine": combine,
+    "experts": experts,
+}
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+def unavailable() -> str | None:
+    """None, or why this backend cannot run here. Puts the instruction set asked for in place."""
+    if _native.core is None:
+        return f"the native library was not built with this install ({_native.import_error})"
+    forced = config.cpu_isa()
+    try:
+        _native.core.set_isa(forced or _native.core.isas()[0])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def describe() -> dict[str, Any]:
+    """Facts for ``moefuse info``."""
+    if _native.core is None:
+        return {}
+    return {"isa": _native.core.isa(), "isas": _native.core.isas(), "threads": _native.threads()}

@@ -1,0 +1,67 @@
+"""The C++ module, and tensors in the form it takes them.
+
+A backend function must hold every tensor it passes until the call returns: the C++ side sees addresses only. So it
+makes its inputs dense first, in variables of its own, and describes them after.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.types import ACTIVATION_KINDS, SCORES, Activation, Routing
+
+core: Any = None
+import_error: str | None = None
+try:
+    core = importlib.import_module("moefuse.backends.cpu._core")
+except ImportError as error:
+    import_error = str(error)
+
+# In the order of the enums in csrc/cpu/kernels.h.
+_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ABSENT = (0, 0)
+_NO_WEIGHT = (0, 0, 0, 0)
+
+
+def dense(t: Tensor | None) -> Any:
+    """The tensor with its rows next to each other, or None."""
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def rows_dense(weight: Tensor | None) -> Any:
+    """A weight whose last dimension is contiguous: a copy only where it is not so already."""
+    return weight if weight is None or weight.stride(-1) == 1 else weight.contiguous()
+
+
+def tensor_arg(t: Tensor | None) -> tuple[int, int]:
+    return _ABSENT if t is None else (t.data_ptr(), _DTYPE[t.dtype])
+
+
+def weight_arg(w: Tensor | None) -> tuple[int, int, int, int]:
+    return _NO_WEIGHT if w is None else (w.data_ptr(), _DTYPE[w.dtype], w.stride(0), w.stride(-2))
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+@functools.cache
+def routing_arg(routing: Routing) -> tuple[Any, ...]:
+    return (
+        routing.top_k, SCORES.index(routing.score), routing.renormalize, routing.scale, routing.groups,
+        routing.top_groups, routing.group_score == "top2_sum", routing.softcap or 0.0, routing.norm_floor,
+        routing.renormalize_after_scale,
+    )  # fmt: skip
+
+
+@functools.cache
+def activation_arg(activation: Activation) -> tuple[int, float, float]:
+    return ACTIVATION_KINDS.index(activation.kind), activation.alpha, activation.limit
+
+
+threads = torch.get_num_threads

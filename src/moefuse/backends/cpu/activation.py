@@ -1,0 +1,22 @@
+"""glu on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu._native import activation_arg, dense, tensor_arg
+from moefuse.types import Activation
+
+
+def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+    gate_up, up = dense(gate_up), dense(up)
+    together = up is None and activation.gated
+    I = gate_up.shape[-1] // 2 if together else gate_up.shape[-1]
+    out = torch.empty((*gate_up.shape[:-1], I), dtype=gate_up.dtype)
+    _native.core.glu(
+        tensor_arg(gate_up), tensor_arg(up), out.numel() // max(I, 1), I, activation_arg(activation),
+        activation.gated, layout == "interleaved", tensor_arg(out), _native.threads(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,35 @@
+"""gate on the CPU: norm, router product and routing in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu._native import dense, routing_arg, rows_dense, tensor_arg, weight_arg
+from moefuse.types import Routing
+
+
+def gate(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    bias: Tensor | None,
+    logit_bias: Tensor | None,
+    per_expert_scale: Tensor | None,
+    eps: float,
+    routing: Routing,
+    return_normed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, norm_weight, bias = dense(x), rows_dense(weight), dense(norm_weight), dense(bias)
+    logit_bias, per_expert_scale = dense(logit_bias), dense(per_expert_scale)
+    T, H = x.shape
+    weights = torch.empty((T, routing.top_k), dtype=torch.float32)
+    ids = torch.empty((T, routing.top_k), dtype=torch.int32)
+    normed = torch.empty((T, H) if return_normed else 0, dtype=x.dtype)
+    _native.core.gate(
+        tensor_arg(x), weight_arg(weight), tensor_arg(norm_weight), tensor_arg(bias), tensor_arg(logit_bias),
+        tensor_arg(per_expert_scale), eps, T, H, weight.shape[0], routing_arg(routing), weights.data_ptr(),
+        ids.data_ptr(), tensor_arg(normed if return_normed else None), _native.threads(),
+    )  # fmt: skip
+    return weights, ids, normed

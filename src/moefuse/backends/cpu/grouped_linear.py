@@ -1,0 +1,34 @@
+"""grouped_linear and grouped_outer on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu._native import dense, rows_dense, tensor_arg, weight_arg
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+) -> Tensor:
+    x, weight, bias, offsets, order = dense(x), rows_dense(weight), dense(bias), dense(offsets), dense(order)
+    E, N, K = weight.shape
+    S = order.shape[0]
+    y = torch.empty((S, N), dtype=x.dtype)
+    _native.core.grouped_linear(
+        tensor_arg(x), x.shape[0], weight_arg(weight), tensor_arg(bias), offsets.data_ptr(), order.data_ptr(),
+        S, E, N, K, gather, scatter, tensor_arg(y), _native.threads(),
+    )  # fmt: skip
+    return y
+
+
+def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
+    grad, x, offsets, order = dense(grad), dense(x), dense(offsets), dense(order)
+    E, S, N, K = offsets.shape[0] - 1, order.shape[0], grad.shape[1], x.shape[1]
+    out = torch.empty((E, N, K), dtype=grad.dtype)
+    _native.core.grouped_outer(
+        tensor_arg(grad), tensor_arg(x), x.shape[0], offsets.data_ptr(), order.data_ptr(), S, E, N, K, gather, scatter,
+        tensor_arg(out), _native.threads(),
+    )  # fmt: skip
+    return out

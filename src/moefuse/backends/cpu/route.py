@@ -1,0 +1,24 @@
+"""route on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu._native import dense, routing_arg, tensor_arg
+from moefuse.types import Routing
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    logits, bias, per_expert_scale = dense(logits), dense(bias), dense(per_expert_scale)
+    T, E = logits.shape
+    weights = torch.empty((T, routing.top_k), dtype=torch.float32)
+    ids = torch.empty((T, routing.top_k), dtype=torch.int32)
+    _native.core.route(
+        tensor_arg(logits), tensor_arg(bias), tensor_arg(per_expert_scale), T, E, routing_arg(routing),
+        weights.data_ptr(), ids.data_ptr(), _native.threads(),
+    )  # fmt: skip
+    return weights, ids

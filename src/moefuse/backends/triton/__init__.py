@@ -1,0 +1,63 @@
+"""The Triton backend: kernels for NVIDIA GPUs, which the interpreter can run on the processor for tests."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moefuse import config
+
+# The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
+_INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
+DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
+
+#: op -> the module beside this one that has it
+_HOMES = {
+    "route": "route",
+    "gate": "gate",
+    "plan": "plan",
+    "grouped_linear": "grouped_linear",
+    "grouped_outer": "grouped_linear",
+    "glu": "activation",
+    "combine": "combine",
+    "experts": "experts",
+}
+
+
+def unavailable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install moefuse[triton])"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return None if major >= 8 else f"it needs compute capability 8.0, this GPU has {major}.{minor}"
+    return None if config.triton_interpreted() else "no NVIDIA GPU is here"
+
+
+def emulates() -> tuple[str, ...]:
+    """Devices it can run on when asked by name: the processor, in Triton's interpreter."""
+    return ("cpu",) if _INTERPRETED else ()
+
+
+def describe() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"device": "Triton's interpreter, on the processor"}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+    }
+
+
+def _ops() -> dict[str, Callable[..., Any]]:
+    return {op: getattr(importlib.import_module(f"{__name__}.{home}"), op) for op, home in _HOMES.items()}
+
+
+def __getattr__(name: str) -> Any:
+    """``OPS`` imports triton, so it is made when first asked for."""
+    if name != "OPS":
+        raise AttributeError(name)
+    globals()["OPS"] = found = _ops()
+    return found

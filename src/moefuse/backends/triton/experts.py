@@ -1,0 +1,64 @@
+"""experts on NVIDIA GPUs: two launches for a token or two, four for more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.triton.combine import weighted_sum
+from moefuse.backends.triton.few import experts_few
+from moefuse.backends.triton.grouped_linear import product, up_biases, up_rows
+from moefuse.backends.triton.plan import plan
+from moefuse.backends.triton.tiles import FEW_TOKENS, product_tile
+from moefuse.types import Activation
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    shared_logit: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: Activation,
+    layout: str,
+    out: Tensor,
+    normed_out: Tensor | None,
+) -> None:
+    if offsets is None and x.shape[0] <= FEW_TOKENS:
+        experts_few(
+            x, ids, weights, gate_up, up, down, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual,
+            norm_weight, eps, activation, layout, out, normed_out,
+        )  # fmt: skip
+        return
+    S, E = ids.numel(), down.shape[0]
+    if offsets is None or order is None or inverse is None:
+        _, offsets, order, inverse = plan(ids, E)
+    gate_rows, rows_of_up, I = up_rows(gate_up, up, layout, activation.gated)
+    biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
+    load = S / E
+    hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
+    product(
+        x, (gate_rows, rows_of_up), biases, offsets, order, gather=True, scatter=False, fill=False,
+        activation=activation, out=hidden, tile=product_tile(load, x.element_size(), activation.gated, x.device),
+    )  # fmt: skip
+    y = torch.empty((S, x.shape[1]), dtype=x.dtype, device=x.device)
+    product(
+        hidden, (down, down), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
+        activation=None, out=y, tile=product_tile(load, x.element_size(), False, x.device),
+    )  # fmt: skip
+    weighted_sum(
+        y, weights, inverse, ids.contiguous(), E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,
+        normed_out,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""experts for very few tokens: matrix-vector products, no plan, two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.combine import contiguous, finish
+from moefuse.backends.triton.grouped_linear import up_biases, up_rows
+from moefuse.backends.triton.launch import PDL, block_of, counters, launch, launch_dependents, wait
+from moefuse.backends.triton.tiles import few_tiles
+from moefuse.types import Activation
+
+
+@triton.jit
+def _up_few_kernel(
+    x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, E, N, K, top_k, stride_xt, stride_xk,
+    stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles."""
+    wait(PDL)
+    launch_dependents(PDL)
+    s = tl.program_id(0)
+    expert = tl.load(ids_ptr + s).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside = n < N
+    x_ptrs = x_ptr + (s // top_k).to(tl.int64) * stride_xt + k * stride_xk
+    w_ptrs = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
+    u_ptrs = u_ptr + expert * stride_ue + n.to(tl.int64)[:, None] * stride_un + k[None, :] * stride_uk
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        left = k < K - start
+        x = tl.load(x_ptrs, mask=left, other=0.0).to(tl.float32)
+        # [BLOCK_N, BLOCK_K]
+        w = tl.load(w_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+        if GATED:
+            u = tl.load(u_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+            up += u.to(tl.float32) * x[None, :]
+            u_ptrs += BLOCK_K * stride_uk
+        gate += w.to(tl.float32) * x[None, :]
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    g, u = tl.sum(gate, 1), tl.sum(up, 1)
+    if HAS_BIAS:
+        at = expert * stride_be + n * stride_bn
+        g += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            u += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    h = activate(g, u, KIND, GATED, alpha, limit)
+    tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
+
+
+@triton.jit
+def _down_few_kernel(
+    hidden_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
+    norm_ptr, total_ptr, counter_ptr, out_ptr, normed_ptr, E, H, K, stride_we, stride_wn, stride_wk, eps,
+    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LOGIT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N results of one token, all its experts summed. Grid: T, H tiles.
+
+    With a norm, the last tile of a token to arrive takes it; which one that is changes nothing in the result.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    slot = tl.arange(0, SLOTS)
+    inside = n < H
+    wait(PDL)
+    launch_dependents(PDL)
+    s = row * TOP_K + slot
+    expert = tl.load(ids_ptr + s, mask=slot < TOP_K, other=-1).to(tl.int64)
+    live = (expert >= 0) & (expert < E)
+    weight = tl.load(weights_ptr + s, mask=live, other=0.0).to(tl.float32)
+    # Every expert of the token at once, so that all their loads are in flight together: [SLOTS, BLOCK_N, BLOCK_K]
+    rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
+    w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
+    h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
+    mask = live[:, None, None] & inside[None, :, None]
+    acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        left = k < K - start
+        w = tl.load(w_ptrs, mask=mask & left[None, None, :], other=0.0)
+        h = tl.load(h_ptrs, mask=live[:, None] & left[None, :], other=0.0)
+        acc += w.to(tl.float32) * h[:, None, :]
+        w_ptrs += BLOCK_K * stride_wk
+        h_ptrs += BLOCK_K
+    y = tl.sum(acc, 2)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert[:, None] * H + n[None, :]
+        y += tl.load(bias_ptrs, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    total = tl.sum(y * weight[:, None], 0)
+    total = finish(
+        total, row, n, inside, H, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
+        HAS_SHARED, HAS_GATE, HAS_LOGIT, HAS_RESIDUAL,
+    )  # fmt: skip
+    tl.store(out_ptr + row * H + n, total.to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_NORM:
+        tl.store(total_ptr + row * H + n, total, mask=inside)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(1) - 1:
+            tl.store(counter_ptr + row, 0)
+            column = tl.arange(0, BLOCK_H)
+            valid = column < H
+            value = tl.load(total_ptr + row * H + column, mask=valid, other=0.0, cache_modifier=".cg")
+            factor = tl.load(norm_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            value *= (1.0 / tl.sqrt(tl.sum(value * value, 0) / H + eps)) * factor
+            tl.store(normed_ptr + row * H + column, value.to(normed_ptr.dtype.element_ty), mask=valid)
+
+
+def experts_few(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    shared_logit: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: Activation,
+    layout: str,
+    out: Tensor,
+    normed_out: Tensor | None,
+) -> None:
+    (T, top_k), H = ids.shape, x.shape[1]
+    E = down.shape[0]
+    w, u, I = up_rows(gate_up, up, layout, activation.gated)
+    bias, up_bias = up_biases(gate_up_bias, up is not None, layout, activation.gated)
+    hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
+    ids = ids.contiguous()
+    first, second = few_tiles(top_k)
+    launch(
+        _up_few_kernel, (T * top_k, triton.cdiv(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
+        *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
+        activation.limit, KIND=activation.kind, GATED=activation.gated, HAS_BIAS=bias is not None, PDL=PDL,
+        BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
+    )  # fmt: skip
+    total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
+    launch(
+        _down_few_kernel, (T, triton.cdiv(H, second.n)), hidden, ids, weights.contiguous(), down,
+        contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
+        contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
+        *down.stride(), eps, HAS_BIAS=down_bias is not None, HAS_SHARED=shared is not None,
+        HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm_weight is not None, TOP_K=top_k, PDL=PDL, BLOCK_N=second.n, BLOCK_K=second.k,
+        BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1), STAGES=second.stages, num_warps=second.warps, launch_pdl=PDL,
+    )  # fmt: skip

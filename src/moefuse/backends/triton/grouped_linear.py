@@ -1,0 +1,271 @@
+"""The grouped product on NVIDIA GPUs: one kernel for both products of an expert, any activation in its epilogue."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.launch import INTERPRETED, PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.tiles import Tile, product_tile
+from moefuse.types import Activation
+
+
+@triton.jit
+def _find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Expert, first and last row of an M tile. Rows without an expert count as expert E; past the end: BLOCK_E."""
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(offsets_ptr + e, mask=e <= E, other=0)
+    stop = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+    stop = tl.where(e == E, S, stop)
+    tiles = tl.where(e <= E, (stop - start + BLOCK_M - 1) // BLOCK_M, 0)
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum((upto <= tile).to(tl.int32), 0)
+    mine = e == expert
+    first = tl.sum(tl.where(mine, start + (tile - (upto - tiles)) * BLOCK_M, 0), 0)
+    return expert, first, tl.sum(tl.where(mine, stop, 0), 0)
+
+
+@triton.jit
+def _product_tile(
+    x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr,
+    expert, first, stop, column, E, N, K, divisor, w_rows, u_first,
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
+    alpha, limit,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows first to first + BLOCK_M of one expert, columns from ``column``. Rows from stop on are not stored."""
+    p = first + tl.arange(0, BLOCK_M)
+    live = p < stop
+    s = tl.load(order_ptr + p, mask=live, other=0)
+    n = column + tl.arange(0, BLOCK_N)
+    inside = n < N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if expert < E:
+        stack = expert.to(tl.int64)
+        row = (s // divisor if GATHER else p).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk
+        w_ptrs = w_ptr + stack * stride_we + n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        u_ptrs = u_ptr + stack * stride_ue + n.to(tl.int64)[None, :] * stride_un + k[:, None] * stride_uk
+        at_row = expert * w_rows + column
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            left = K - start
+            # [BLOCK_M, BLOCK_K]
+            if X_TMA:
+                x = x_desc.load([first, start])
+            else:
+                x = tl.load(x_ptrs, mask=live[:, None] & (k < left)[None, :], other=0.0)
+                x_ptrs += BLOCK_K * stride_xk
+            # [BLOCK_K, BLOCK_N]
+            if W_TMA:
+                w = w_desc.load([at_row, start]).T
+            else:
+                w = tl.load(w_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
+                w_ptrs += BLOCK_K * stride_wk
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+            if GATED:
+                if W_TMA:
+                    u = u_desc.load([at_row + u_first, start]).T
+                else:
+                    u = tl.load(u_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
+                    u_ptrs += BLOCK_K * stride_uk
+                up = tl.dot(x, u, up, input_precision="ieee")
+        if HAS_BIAS:
+            at = stack * stride_be + n * stride_bn
+            acc += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if KIND != "":
+            acc = activate(acc, up, KIND, GATED, alpha, limit)
+    to = (s if SCATTER else p).to(tl.int64)
+    out_ptrs = out_ptr + to[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["S", "divisor"])
+def _grouped_kernel(
+    x_ptr, w_ptr, u_ptr, x_desc, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, offsets_ptr, order_ptr, out_ptr,
+    S, E, N, K, divisor, w_rows, u_first,
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
+    alpha, limit,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, FILL: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A [BLOCK_M, BLOCK_N] tile of one expert's product. w holds gate (or only) rows, u up rows when GATED.
+
+    HALVES: an expert's last tile is half as high where that is enough.
+    X_TMA, W_TMA: whole tiles come through the copy engine. Rows past an expert's end are then its neighbour's, and
+    never stored.
+    Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
+    """
+    wait(PDL)
+    launch_dependents(PDL)
+    columns = tl.cdiv(N, BLOCK_N)
+    expert, first, stop = _find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
+    if expert > E - 1 + FILL:
+        return
+    column = (tl.program_id(0) % columns) * BLOCK_N
+    if HALVES and stop - first <= BLOCK_M // 2:
+        _product_tile(
+            x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
+            stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
+            stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
+            W_TMA, HAS_BIAS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        _product_tile(
+            x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
+            stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
+            stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
+            W_TMA, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+def _most_tiles(S: int, E: int, BLOCK_M: int) -> int:
+    """No plan of S assignments to E experts has more M tiles, those without an expert counted."""
+    return min(S, S // BLOCK_M + E + 1)
+
+
+def up_rows(gate_up: Tensor, up: Tensor | None, layout: str, gated: bool) -> tuple[Tensor, Tensor, int]:
+    """Gate rows and up rows as views of equal strides ``[E, I, H]``, whatever the layout, and I."""
+    if not gated:
+        return gate_up, gate_up, gate_up.shape[1]
+    if up is not None:
+        return gate_up, up, gate_up.shape[1]
+    I = gate_up.shape[1] // 2
+    if layout == "halves":
+        return gate_up[:, :I], gate_up[:, I:], I
+    return gate_up[:, ::2], gate_up[:, 1::2], I
+
+
+def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The biases of gate rows and of up rows."""
+    if bias is None or not gated:
+        return bias, bias
+    if apart or layout == "halves":
+        I = bias.shape[1] // 2
+        return bias[:, :I], bias[:, I:]
+    return bias[:, ::2], bias[:, 1::2]
+
+
+def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """A descriptor for [rows, columns] tiles of a matrix, where the copy engine can read it."""
+    if t.stride(1) != 1 or (t.stride(0) * t.element_size()) % 16 or t.data_ptr() % 16:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
+def weight_descriptors(
+    w: Tensor, u: Tensor, rows: int, columns: int
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
+    """Descriptors of stacks ``[E, N, K]`` as matrices of rows, and how far up rows are from gate rows in theirs."""
+    E, _, K = w.shape
+    if w.stride(1) != K or u.stride() != w.stride() or w.stride(0) % K:
+        return None, None, 0
+    matrix = w.as_strided((E * (w.stride(0) // K), K), (K, 1), w.storage_offset())
+    if u.untyped_storage().data_ptr() == w.untyped_storage().data_ptr():
+        found = described(matrix, rows, columns)
+        return found, found, (u.storage_offset() - w.storage_offset()) // K
+    other = u.as_strided((E * (u.stride(0) // K), K), (K, 1), u.storage_offset())
+    return described(matrix, rows, columns), described(other, rows, columns), 0
+
+
+def product(
+    x: Tensor,
+    rows: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    offsets: Tensor,
+    order: Tensor,
+    *,
+    gather: bool,
+    scatter: bool,
+    fill: bool,
+    activation: Activation | None,
+    out: Tensor,
+    tile: Tile,
+) -> None:
+    """Launch the grouped product into ``out`` ``[S, N]``."""
+    S, N = out.shape
+    E, K = offsets.shape[0] - 1, x.shape[1]
+    w, u = rows
+    x_desc = half_desc = w_desc = u_desc = None
+    u_first = 0
+    halves = tile.m >= 128
+    if tile.copy_engine and K % tile.k == 0:
+        if not gather:
+            x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
+        w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, tile.k)
+    bias, up_bias = biases
+    gated = activation is not None and activation.gated
+    strides = (0, 0) if bias is None else bias.stride()
+    launch(
+        _grouped_kernel, (_most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
+        u_desc, bias, up_bias, offsets, order, out, S, E, N, K, max(1, S // max(1, x.shape[0])),
+        w.stride(0) // max(K, 1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
+        1.0 if activation is None else activation.alpha, 1.0 if activation is None else activation.limit,
+        GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
+        X_TMA=x_desc is not None, W_TMA=w_desc is not None, HAS_BIAS=bias is not None, HALVES=halves, PDL=PDL,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=PDL,
+    )  # fmt: skip
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+) -> Tensor:
+    S = order.shape[0]
+    out = torch.empty((S, weight.shape[1]), dtype=x.dtype, device=x.device)
+    tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device)
+    product(
+        x, (weight, weight), (bias, None), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
+        out=out, tile=tile,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["divisor"])
+def _outer_kernel(
+    grad_ptr, x_ptr, offsets_ptr, order_ptr, out_ptr, N, K, divisor, stride_gm, stride_gn, stride_xm, stride_xk,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A [BLOCK_N, BLOCK_K] tile of one expert's weight gradient, rows summed in order. Grid: E, N tiles, K tiles."""
+    expert = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        p = start + tl.arange(0, BLOCK_M)
+        live = p < end
+        s = tl.load(order_ptr + p, mask=live, other=0)
+        grad_row = (s if SCATTER else p).to(tl.int64)
+        x_row = (s // divisor if GATHER else p).to(tl.int64)
+        # [BLOCK_N, BLOCK_M]
+        grad_ptrs = grad_ptr + grad_row[None, :] * stride_gm + n[:, None] * stride_gn
+        grad = tl.load(grad_ptrs, mask=live[None, :] & (n < N)[:, None], other=0.0)
+        # [BLOCK_M, BLOCK_K]
+        x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
+        x = tl.load(x_ptrs, mask=live[:, None] & (k < K)[None, :], other=0.0)
+        acc = tl.dot(grad, x, acc, input_precision="ieee")
+    out_ptrs = out_ptr + expert * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
+    E, N, K, S = offsets.shape[0] - 1, grad.shape[1], x.shape[1], order.shape[0]
+    out = torch.empty((E, N, K), dtype=grad.dtype, device=grad.device)
+    BLOCK = 32 if INTERPRETED else 64
+    launch(
+        _outer_kernel, (E, triton.cdiv(N, BLOCK), triton.cdiv(K, BLOCK)), grad, x, offsets, order, out, N, K,
+        max(1, S // max(1, x.shape[0])), *grad.stride(), *x.stride(), GATHER=gather, SCATTER=scatter,
+        BLOCK_M=32, BLOCK_N=BLOCK, BLOCK_K=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,106 @@
+"""Launch a kernel; the one place that knows about empty grids, devices and the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+_COMPILER_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+#: programmatic dependent launch: a kernel may begin while the one before it ends
+PDL: bool = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Everything the launches before wrote is visible after this."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """The launch that follows may begin."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Bring the lines at these addresses into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+def _kind(value: Any) -> Any:
+    """What Triton specialises a run-time argument on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    return value if value is None else float
+
+
+#: (kernel, kinds of arguments, options) -> compiled kernel and its compile-time arguments
+_COMPILED: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run ``kernel`` on the device of its first argument. An empty grid is no launch.
+
+    Triton's own launch sorts out its arguments anew each time, 40 us for kernels of this many; a call whose kinds of
+    arguments were seen before goes straight to the compiled kernel.
+    """
+    if 0 in grid:
+        return
+    if INTERPRETED:
+        kernel[grid](*args, **{name: value for name, value in options.items() if name not in _COMPILER_OPTIONS})
+        return
+    device = args[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *args, **options)
+        return
+    key = (kernel, device.index, *map(_kind, args), *options.values())
+    found = _COMPILED.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **options)
+        _COMPILED[key] = compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+        return
+    compiled, constants = found
+    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+def block_of(size: int, least: int = 16) -> int:
+    """The power of two that covers ``size``."""
+    power: int = triton.next_power_of_2(size)
+    return max(least, power)
+
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters(device: torch.device) -> Tensor:
+    """Zeros for kernels whose last program to arrive does the rest; each such kernel leaves them at zero.
+
+    One set per stream: two launches that may run at once must not count together.
+    """
+    stream = 0 if INTERPRETED else torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get((device, stream))
+    if found is None:
+        found = _COUNTERS[device, stream] = torch.zeros(64, dtype=torch.int32, device=device)
+    return found

@@ -1,0 +1,112 @@
+"""plan on NVIDIA GPUs: one launch for few assignments, three for many."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
+
+#: assignments a program places; also the grain of the counts
+_BLOCK_S = 128
+
+
+@triton.jit
+def _experts_of(ids_ptr, s, S, E):
+    """Expert of each assignment, E for none."""
+    expert = tl.load(ids_ptr + s, mask=s < S, other=0).to(tl.int64)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _count_kernel(
+    ids_ptr, table_ptr, S, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """table [blocks, BLOCK_E]: how many assignments of a block go to each expert. Grid: blocks."""
+    wait(PDL)
+    launch_dependents(PDL)
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    counts = tl.histogram(_experts_of(ids_ptr, s, S, E), BLOCK_E, mask=s < S)
+    tl.store(table_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _scan_kernel(
+    table_ptr, total_ptr, blocks, PDL: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Turn counts per block into counts before the block, and their sum into total [BLOCK_E]. Grid: expert columns."""
+    wait(PDL)
+    launch_dependents(PDL)
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, blocks, ROWS):
+        block = start + tl.arange(0, ROWS)
+        # [ROWS, COLUMNS]
+        at = table_ptr + block[:, None] * BLOCK_E + e[None, :]
+        counts = tl.load(at, mask=(block < blocks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(block < blocks)[:, None])
+        before += tl.sum(counts, 0)
+    tl.store(total_ptr + e, before)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _place_kernel(
+    ids_ptr, before_ptr, total_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr, S, E,
+    SCANNED: tl.constexpr, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Give the assignments of a block their positions. Grid: blocks; a lone block counts for itself."""
+    wait(PDL)
+    launch_dependents(PDL)
+    mine = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    s = mine * BLOCK_S + tl.arange(0, BLOCK_S)
+    expert = _experts_of(ids_ptr, s, S, E)
+    # Bin E takes those without an expert and sorts last, because BLOCK_E > E.
+    before = tl.zeros([BLOCK_E], tl.int32)
+    if SCANNED:
+        total = tl.load(total_ptr + e)
+        before = tl.load(before_ptr + mine * BLOCK_E + e)
+    else:
+        total = tl.histogram(expert, BLOCK_E, mask=s < S)
+    first = tl.cumsum(total, 0) - total
+    if mine == 0:
+        tl.store(counts_ptr + e, total, mask=e < E)
+        tl.store(offsets_ptr + e, first, mask=e <= E)
+    # Earlier assignments of the same expert in this block: [BLOCK_S, BLOCK_S]
+    lane = tl.arange(0, BLOCK_S)
+    same = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+    position = tl.gather(first + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
+    tl.store(order_ptr + position, s, mask=s < S)
+    tl.store(inverse_ptr + s, position, mask=s < S)
+
+
+def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flat = ids.reshape(-1)
+    S = flat.shape[0]
+    counts, offsets, order, inverse = (
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (num_experts, num_experts + 1, S, S)
+    )
+    if S == 0:
+        return counts.zero_(), offsets.zero_(), order, inverse
+    BLOCK_E = block_of(num_experts + 1)
+    BLOCK_S = min(_BLOCK_S, block_of(S))
+    blocks = triton.cdiv(S, BLOCK_S)
+    table = total = None
+    if blocks > 1:
+        table = torch.empty((blocks, BLOCK_E), dtype=torch.int32, device=ids.device)
+        total = torch.empty(BLOCK_E, dtype=torch.int32, device=ids.device)
+        launch(
+            _count_kernel, (blocks,), flat, table, S, num_experts, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S,
+            num_warps=4, launch_pdl=PDL,
+        )  # fmt: skip
+        launch(
+            _scan_kernel, (BLOCK_E // 16,), table, total, blocks, PDL=PDL, BLOCK_E=BLOCK_E, ROWS=256, COLUMNS=16,
+            num_warps=4, launch_pdl=PDL,
+        )  # fmt: skip
+    launch(
+        _place_kernel, (blocks,), flat, table, total, counts, offsets, order, inverse, S, num_experts,
+        SCANNED=blocks > 1, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, num_warps=4, launch_pdl=PDL,
+    )  # fmt: skip
+    return counts, offsets, order, inverse

@@ -1,0 +1,78 @@
+"""Tile sizes, in one table: a function of shape and rows per expert, with no file behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from moefuse.backends.triton.launch import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One matrix product's tile. ``warps`` and ``stages`` are the compiler's num_warps and num_stages.
+
+    ``copy_engine``: tiles of weights, and of rows that lie together, come by TMA (Hopper and later).
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    copy_engine: bool = False
+
+    def shared_bytes(self, itemsize: int, gated: bool) -> int:
+        return self.stages * (self.m * self.k + (2 if gated else 1) * self.n * self.k) * itemsize
+
+
+#: at or under this many tokens each assignment is a matrix-vector product of its own
+FEW_TOKENS = 2
+
+
+def _shared_limit(device: torch.device) -> int:
+    """Shared memory one program may take."""
+    if device.type != "cuda":
+        return 227 * 1024
+    # torch's type stubs do not know the attribute
+    limit: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
+    return limit
+
+
+def few_tiles(top_k: int) -> tuple[Tile, Tile]:
+    """The tiles of the up and the down matrix-vector product; ``m`` is not used there.
+
+    A program of the down product holds ``top_k`` tiles at once.
+    """
+    if INTERPRETED:
+        return Tile(1, 32, 64, 4, 1), Tile(1, 16, 64, 4, 1)
+    return Tile(1, 8, 256, 4, 2), Tile(1, 2 if top_k <= 8 else 1, 128, 4, 1)
+
+
+def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device) -> Tile:
+    """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
+    if INTERPRETED:
+        return Tile(16, 32, 32, 4, 1)
+    # Measured on an H200 with Qwen3-30B-A3B's shape (docs/perf-notes.md).
+    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if rows_per_expert <= 4:
+        tile = Tile(16, 32, 128, 4, 4) if gated else Tile(16, 64, 128, 4, 4)
+    elif rows_per_expert <= 8:
+        tile = Tile(16, 64, 128, 4, 3) if gated else Tile(16, 64, 128, 4, 4)
+    elif rows_per_expert <= 32:
+        tile = Tile(32, 64, 128, 4, 3) if gated else Tile(32, 128, 128, 4, 3)
+    elif rows_per_expert <= 96:
+        tile = Tile(64, 64, 64, 4, 4, engine) if gated else Tile(64, 128, 64, 4, 4, engine)
+    else:
+        tile = Tile(128, 128, 64, 8, 4, engine) if gated else Tile(128, 256, 64, 8, 4, engine)
+    if itemsize == 4:
+        tile = Tile(min(tile.m, 64), 64, 32, 4, 2)
+    limit = _shared_limit(device)
+    while tile.shared_bytes(itemsize, gated) > limit:
+        if tile.stages > 2:
+            tile = dataclasses.replace(tile, stages=tile.stages - 1)
+        else:
+            tile = dataclasses.replace(tile, k=tile.k // 2)
+    return tile

@@ -1,0 +1,1 @@
+"""The benchmark: ours, each peer and the floor side by side in one run."""

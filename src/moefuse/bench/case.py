@@ -1,0 +1,69 @@
+"""Time a case of the case table, against the reference where that is another backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import moefuse
+from moefuse.backends import REFERENCE
+from moefuse.bench import machine
+from moefuse.bench.contestants import Contestant
+from moefuse.bench.result import OURS, Result
+from moefuse.bench.run import Options, Tick, measure
+from moefuse.ops.select import select
+from moefuse.testing import cases
+from moefuse.testing.compare import Difference, Tolerance
+
+_SEED = 0
+
+
+def find(case_id: str) -> cases.Case:
+    for case in cases.CASES:
+        if case.id == case_id:
+            return case
+    raise KeyError(case_id)
+
+
+def bench_case(case: cases.Case, options: Options, tick: Tick) -> Result:
+    """The op's time on the case's inputs: small ones, so they come from cache and there is no floor to speak of."""
+    dtype, device = options.dtype, options.device
+    like = torch.empty(0, dtype=dtype, device=device)
+    # moe is gate and experts, not an op of its own.
+    chosen = select("experts" if case.op == "moe" else case.op, like, options.backend).backend
+    made = {name: cases.map_tensors(value, lambda t: t.to(device)) for name, value in case.inputs(_SEED, dtype).items()}
+    field = [_contestant(case, backend, options) for backend in dict.fromkeys((chosen, REFERENCE))]
+    with torch.no_grad():
+        rows, _ = measure(field, [made], None, options, [], tick)
+    for row in rows:
+        others = {other.name: other.seconds for other in rows if other.name != OURS and other.mode == row.mode}
+        row.faster_than = {n: s / row.seconds for n, s in others.items() if s and row.seconds and row.name == OURS}
+    return Result(
+        title=f"{case.id}: {case.why}",
+        dtype=str(dtype).removeprefix("torch."),
+        backend=chosen,
+        command=options.command,
+        machine=machine.describe(device),
+        rows=rows,
+        notes=["the same small inputs every time: weights come from cache"],
+    )
+
+
+def _contestant(case: cases.Case, backend: str, options: Options) -> Contestant:
+    def call(inputs: dict[str, Any]) -> Any:
+        return getattr(moefuse, case.op)(**inputs, backend=backend)
+
+    def error(_got: Any, _inputs: Any) -> Difference:
+        with torch.enable_grad():
+            outcome = cases.run(case, options.dtype, backend, str(options.device), _SEED)
+        if outcome.failures:
+            name, failure = next(iter(outcome.failures.items()))
+            return Difference(float("inf"), float("inf"), f"{name}: {failure}")
+        forward = [e for name, e in outcome.errors.items() if not name.startswith("gradient")]
+        return max(forward, key=lambda e: e.worst)
+
+    # The case table has already judged, result by result: here only its infinite error fails.
+    anything = Tolerance(1e30, 1e30, "judged by the case table")
+    name = OURS if backend != REFERENCE or options.backend == REFERENCE else REFERENCE
+    return Contestant(name, case.id, call, error, anything)

@@ -1,0 +1,113 @@
+"""Is a result right? Answered in float64 before anything is timed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse.bench.inputs import Layer, Slot
+from moefuse.testing.cases import tolerance_of
+from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
+
+_SAMPLED_TOKENS = 8
+_PEER_TOLERANCE = {
+    torch.float32: Tolerance(2e-5, 2e-5, "library products, and sums in an order of their own"),
+    torch.bfloat16: Tolerance(4e-2, 2e-2, "every step rounds to bf16, and so does each addition of an eager loop"),
+    torch.float16: Tolerance(5e-3, 3e-3, "every step rounds to f16, and so does each addition of an eager loop"),
+}
+
+
+def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
+    """That of the case table; in float32 grown with the length of the sums, which the table keeps short."""
+    base = tolerance_of("out", torch.empty(0), dtype)
+    if dtype != torch.float32:
+        return base
+    growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))
+    return Tolerance(base.worst * growth, base.rms * growth, f"{base.reason}, grown with the sums")
+
+
+def peer_tolerance(dtype: torch.dtype) -> Tolerance:
+    return _PEER_TOLERANCE[dtype]
+
+
+def sample(tokens: int) -> Tensor:
+    """A few tokens, spread from the first to the last: float64 over all of a large batch would take minutes."""
+    count = min(tokens, _SAMPLED_TOKENS)
+    return torch.tensor([i * (tokens - 1) // max(1, count - 1) for i in range(count)])
+
+
+def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tensor:
+    """The experts' result for a few tokens, in float64 on the CPU, one expert at a time to bound memory."""
+    x, ids, weights = x.cpu().double(), ids.cpu(), weights.cpu().double()
+    out = torch.zeros_like(x)
+
+    def of(stack: Tensor, expert: int) -> Tensor:
+        return stack[expert : expert + 1].cpu().double()
+
+    for expert in torch.unique(ids).tolist():
+        chosen = ids == expert
+        rows = chosen.any(-1)
+        share = (weights * chosen).sum(-1, keepdim=True)[rows]
+        options: dict[str, Any] = {
+            name: of(value, expert) if isinstance(value, Tensor) else value
+            for name, value in layer.expert_options.items()
+        }
+        only = torch.zeros(int(rows.sum()), 1, dtype=torch.int32)
+        part = moefuse.experts(
+            x[rows], only, share, of(layer.gate_up, expert), of(layer.down, expert), backend="reference", **options
+        )
+        assert isinstance(part, Tensor)
+        out[rows] += part
+    return out
+
+
+def exact_block(slot: Slot, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole block for some tokens: the sum with the residual, and its norm."""
+    layer = slot.layer
+    x = slot.x[tokens.to(slot.x.device)].cpu().double()
+    options: dict[str, Any] = {name: None if t is None else t.cpu().double() for name, t in layer.gate_options.items()}
+    weights, ids, normed = moefuse.gate(
+        x, layer.router.cpu().double(), layer.shape.routing, return_normed=True, backend="reference", **options
+    )
+    out = x + exact_experts(normed, ids, weights, layer)
+    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)
+    return out, out * scale * layer.next_norm.cpu().double()
+
+
+def block_error(got: Any, slot: Slot) -> Difference:
+    tokens = sample(slot.x.shape[0])
+    want = exact_block(slot, tokens)
+    return worst([_at(part, tokens, goal) for part, goal in zip(got, want, strict=True)])
+
+
+def experts_error(got: Any, slot: Slot) -> Difference:
+    tokens = sample(slot.x.shape[0])
+    at = tokens.to(slot.x.device)
+    want = exact_experts(slot.normed[at], slot.ids[at], slot.weights[at], slot.layer)
+    return _at(got, tokens, want)
+
+
+def _at(got: Tensor, tokens: Tensor, want: Tensor) -> Difference:
+    """Compare the sampled rows; a NaN or infinity in any other row counts as well."""
+    if not bool(got.isfinite().all()):
+        return Difference(math.inf, math.inf, "the result has NaN or infinite elements")
+    return difference(got[tokens.to(got.device)], want)
+
+
+def route_plan_error(got: Any, slot: Slot) -> Difference:
+    """Weights against float64; ids and plan exactly."""
+    weights, ids, plan = got
+    goal, goal_ids = moefuse.route(slot.logits.cpu().double(), slot.layer.shape.routing, backend="reference")
+    found = [difference(ids, goal_ids), difference(weights, goal)]
+    wanted = moefuse.plan(goal_ids, slot.layer.shape.experts, backend="reference")
+    found += [difference(getattr(plan, part), getattr(wanted, part)) for part in ("counts", "offsets", "order")]
+    exact = [error for index, error in enumerate(found) if index != 1 and not error.within(EXACT)]
+    return Difference(math.inf, math.inf, f"ids or plan differ: {exact[0].where}") if exact else found[1]
+
+
+def worst(errors: list[Difference]) -> Difference:
+    return max(errors, key=lambda error: (error.worst, error.rms))

@@ -1,0 +1,148 @@
+"""A result as a table for the terminal, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moefuse.bench.result import FLOOR, OURS, Result, Row
+
+FORMAT = 1
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit.
+
+    >>> duration(0.00761), duration(2.98e-5), duration(12.0)
+    ('7.61 ms', '29.8 us', '12.0 s')
+    """
+    unit, size = next((row for row in (("s", 1.0), ("ms", 1e-3)) if seconds >= row[1]), ("us", 1e-6))
+    value = seconds / size
+    return f"{value:.{max(0, 2 - int(math.log10(max(value, 1.0))))}f} {unit}"
+
+
+def table(result: Result) -> Table:
+    """One section per token count. Columns that nothing fills are left out."""
+    rows, columns = result.rows, _columns(result)
+    shown = Table(
+        title=f"{result.title}, {result.dtype}", title_justify="left", title_style="bold",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for heading in columns:
+        left = heading in ("who", "mode")
+        shown.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        first = before is None or before.tokens != row.tokens
+        if first and before is not None:
+            shown.add_section()
+        style = {OURS: "bold", FLOOR: "dim"}.get(row.name, "")
+        cells = [write(row) for write in columns.values()]
+        if "T" in columns and not first:
+            cells[0] = ""
+        shown.add_row(*cells, style="red" if row.wrong else style)
+    return shown
+
+
+def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
+    """Heading -> how a row fills it."""
+
+    def gain(row: Row, scope: str) -> str:
+        """Our gain over the peer in this row."""
+        mine = (own for own in result.rows if own.name == OURS and own.tokens == row.tokens and own.mode == row.mode)
+        return next((_number(own.faster_than.get(row.name), ".2f", "x") for own in mine if own.scope == scope), "")
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "T": lambda row: str(row.tokens or ""),
+        "who": lambda row: f"{row.name} {row.scope}" if row.name == OURS else row.name,
+        "mode": lambda row: row.mode,
+        "time": lambda row: duration(row.seconds) if row.seconds is not None else _missing(row),
+        "x\nfloor": lambda row: _number(row.times_floor, ".2f"),
+        "GB/s": lambda row: _digits(None if row.bytes_per_second is None else row.bytes_per_second / 1e9),
+        "of\nread": lambda row: _number(row.bandwidth_share, ".0%"),
+    }
+    scopes = {own.scope for own in result.rows if own.name == OURS and own.faster_than}
+    for scope in sorted(scopes):
+        columns[f"gain,\n{scope}" if result.rates else "gain"] = lambda row, scope=scope: gain(row, scope)  # type: ignore[misc]
+    columns["launches"] = lambda row: _number(row.launches, "d")
+    columns["error"] = lambda row: _number(row.error_rms, ".1e")
+    if not any(row.mode in ("graph", "eager") for row in result.rows):
+        del columns["mode"]
+    return {heading: write for heading, write in columns.items() if any(write(row) for row in result.rows)}
+
+
+def _missing(row: Row) -> str:
+    if not row.wrong:
+        return "-"
+    return "FAILED" if row.note.startswith("failed") else "WRONG"
+
+
+def _digits(value: float | None) -> str:
+    """Three digits, and never an exponent."""
+    return "" if value is None else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _number(value: float | None, form: str, suffix: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{suffix}"
+
+
+def print_result(result: Result, console: Console) -> None:
+    """The table, and under it what a reader must know to believe it."""
+    console.print(table(result))
+    for line in _lines(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(result: Result) -> list[str]:
+    facts = result.machine
+    threads = "" if facts["device"].startswith("cuda") else f", {facts['threads']} threads on {facts['cores']} cores"
+    lines = [f"{facts['device']}: {facts['processor']}{threads}; our backend: {result.backend}"]
+    if any(row.faster_than for row in result.rows):
+        lines.append("gain: the time of that row over ours; above 1 we are faster")
+    if any(row.error_rms for row in result.rows):
+        lines.append("error: root mean square against float64, relative to the token's row, the worst token")
+    for T, rates in result.rates.items():
+        bound = next((row.note for row in result.rows if row.tokens == T and row.name == FLOOR), "")
+        lines.append(
+            f"T={T}: {bound}; read {_digits(rates['bandwidth'] / 1e9)} GB/s ({rates['bandwidth_how']}), "
+            f"products {_digits(rates['matrix'] / 1e9)} GFLOP/s ({rates['matrix_how']})"
+        )
+        lines.append(f"T={T}: {result.rotation[T]}")
+    for row in result.rows:
+        if row.note and row.name != FLOOR:
+            at = "" if row.tokens is None else f"T={row.tokens}: "
+            lines.append(f"{at}{row.name} {row.scope}{f', {row.mode}' if row.mode == 'graph' else ''}: {row.note}")
+    return lines + result.notes
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything, in plain values: rates in bytes and flops per second, times in seconds."""
+    found: dict[str, Any] = _finite({"format": FORMAT, **dataclasses.asdict(result)})
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: an infinite error becomes a string."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(result: Result, path: Path) -> None:
+    path.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
+
+
+def plot_unavailable() -> str | None:
+    if importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install 'moefuse[bench]'"
+    return None

@@ -1,0 +1,216 @@
+"""A run: make inputs, check everybody, let them take turns, and work out the ratios."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moefuse.bench import inputs, machine, timing
+from moefuse.bench.contestants import BLOCK, EXPERTS, ROUTE_PLAN, Contestant, ours, refusal, theirs
+from moefuse.bench.floor import Floor, Probe
+from moefuse.bench.peers import Peer
+from moefuse.bench.result import FLOOR, OURS, Result, Row
+from moefuse.bench.shapes import Shape
+from moefuse.ops.select import select
+
+#: label and share of the run that is done
+Tick = Callable[[str, float], None]
+#: in place of a contestant's number
+_PROBE = -1
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+        repeat: rounds per token count; None: as many as ``budget`` allows.
+        budget: seconds of turns per token count.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+    repeat: int | None = None
+    budget: float = 5.0
+    command: str = ""
+
+
+def modes(device: torch.device) -> tuple[str, ...]:
+    return ("graph", "eager") if device.type == "cuda" else ("wall",)
+
+
+@torch.no_grad()
+def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick) -> Result:
+    """Ours, the peers and the floor on one layer of this shape, for each token count."""
+    dtype, device = options.dtype, options.device
+    tick("measuring the floor", 0.0)
+    limits = Floor.measure(dtype, device)
+    tick("making weights", 0.05)
+    layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))
+    result = Result(
+        title=shape.describe(),
+        dtype=_short(dtype),
+        backend=select("experts", layers[0].down, options.backend).backend,
+        command=options.command,
+        machine=machine.describe(device),
+        shape=dataclasses.asdict(shape),
+    )
+    for step, T in enumerate(tokens):
+        start, span = 0.1 + 0.9 * step / len(tokens), 0.9 / len(tokens)
+
+        def advance(label: str, share: float, T: int = T, start: float = start, span: float = span) -> None:
+            tick(f"T={T}: {label}", start + span * share)
+
+        _at_tokens(result, T, layers, peers, limits, options, advance)
+    return result
+
+
+def _at_tokens(
+    result: Result,
+    T: int,
+    layers: list[inputs.Layer],
+    peers: Sequence[Peer],
+    limits: Floor,
+    options: Options,
+    tick: Tick,
+) -> None:
+    shape, dtype, device = layers[0].shape, options.dtype, options.device
+    tick("making inputs", 0.0)
+    slots = inputs.make_slots(layers, T, dtype, device)
+    field = ours(layers[0], dtype, options.backend)
+    rows: list[Row] = []
+    for peer in peers:
+        reason = refusal(peer, layers[0], T, dtype, device)
+        if reason is None:
+            field.append(theirs(peer, layers, dtype))
+        else:
+            rows += [Row(T, peer.name, EXPERTS, "", note=reason)]
+    read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), shape.flops(T)
+    measured, probed = measure(field, slots, T, options, limits.taking_part(read, flops), tick)
+    rates = limits.rates(probed)
+    least = rates.seconds(read, flops)
+    rows = sorted([*measured, *rows], key=lambda row: (row.name != OURS, ("", *modes(device)).index(row.mode)))
+    for row in rows:
+        if row.scope in (BLOCK, EXPERTS) and row.seconds:
+            row.times_floor, row.read_bytes = row.seconds / least, read
+            row.bytes_per_second = read / row.seconds
+            row.bandwidth_share = row.bytes_per_second / rates.bandwidth
+    compare(rows)
+    bound = f"{rates.bound(read, flops)}-bound"
+    result.rows += [*rows, Row(T, FLOOR, EXPERTS, "", least, note=bound, times_floor=1.0, read_bytes=read)]
+    result.rotation[T] = inputs.rotation(layers, slots, dtype, device)
+    result.rates[T] = dataclasses.asdict(rates)
+
+
+def measure(
+    field: Sequence[Contestant],
+    slots: Sequence[Any],
+    T: int | None,
+    options: Options,
+    probes: Sequence[Probe],
+    tick: Tick,
+) -> tuple[list[Row], dict[str, float]]:
+    """Check each contestant, then let those that are right take turns with the probes.
+
+    Returns a row per contestant and mode, and the median seconds of each probe.
+    """
+    device, rotation = options.device, timing.drift(len(slots))
+    turns: dict[tuple[int, str], timing.Turn] = {}
+    rows: dict[tuple[int, str], Row] = {}
+    for index, contestant in enumerate(field):
+        tick(f"checking {contestant.name}, {contestant.scope}", 0.3 * index / len(field))
+        verdict = _checked(contestant, slots[0], T, options)
+        if verdict.note:
+            rows[index, verdict.mode] = verdict
+            continue
+        _, seconds = timing.once(contestant.call, slots[-1], device)
+        launches = timing.launches(contestant.call, slots[0]) if device.type == "cuda" else None
+        for mode in modes(device):
+            row = rows[index, mode] = dataclasses.replace(verdict, mode=mode, launches=launches)
+            if mode == "graph":
+                _capture(contestant, slots, row, turns, index)
+            elif mode == "eager":
+                turns[index, mode] = timing.event_turn(contestant.call, slots)
+            else:
+                repeats = max(1, min(32, round(timing.SHORTEST_TURN / seconds)))
+                # What reads no weights must not move the others on to weights that were just read.
+                mine = timing.drift(len(slots)) if contestant.scope == ROUTE_PLAN else rotation
+                turns[index, mode] = timing.wall_turn(contestant.call, slots, mine, repeats, device)
+    for key in list(turns):
+        try:
+            turns[key]()
+        except Exception as failure:  # memory, most likely: a whole turn is more than one call
+            rows[key].note, rows[key].wrong = f"failed: {type(failure).__name__}: {_brief(failure)}", True
+            del turns[key]
+    turns |= {(_PROBE, probe.how): probe.turn() for probe in probes}
+    samples = timing.interleave(turns, options.repeat, options.budget, lambda share: tick("timing", 0.3 + 0.7 * share))
+    for key, values in samples.items():
+        if key in rows:
+            rows[key].seconds, rows[key].samples = statistics.median(values), len(values)
+    probed = {how: statistics.median(values) for (index, how), values in samples.items() if index == _PROBE}
+    return list(rows.values()), probed
+
+
+def _checked(contestant: Contestant, slot: Any, T: int | None, options: Options) -> Row:
+    """A row with the error; with a note where the contestant is wrong, or too slow to take turns."""
+    row = Row(T, contestant.name, contestant.scope, "")
+    try:
+        got, seconds = timing.once(contestant.call, slot, options.device)
+        error = contestant.error(got, slot)
+    except Exception as failure:  # whatever a peer or a backend raises is a finding, not the end of the run
+        row.note, row.wrong = f"failed: {type(failure).__name__}: {_brief(failure)}", True
+        return row
+    row.error_worst, row.error_rms = error.worst, error.rms
+    if not error.within(contestant.tolerance):
+        bound = contestant.tolerance
+        row.wrong = True
+        row.note = (
+            f"wrong, so not timed: error {error.worst:.2g} (at most {bound.worst:.2g}), "
+            f"rms {error.rms:.2g} (at most {bound.rms:.2g}); {error.where}"
+        )
+    elif modes(options.device) == ("wall",) and options.repeat is None and seconds > max(options.budget, 1.0):
+        row.mode, row.seconds, row.samples = "wall", seconds, 1
+        row.note = "one call: it takes longer than the whole budget"
+    return row
+
+
+def _capture(
+    contestant: Contestant, slots: Sequence[Any], row: Row, turns: dict[tuple[int, str], timing.Turn], index: int
+) -> None:
+    if contestant.graph_refusal is not None:
+        row.note = f"no graph: {contestant.graph_refusal}"
+        return
+    try:
+        turn, replay = timing.graph_turn(contestant.call, slots)
+        error = contestant.error(replay(), slots[0])
+    except Exception as failure:
+        row.note = f"no graph: {_brief(failure)}"
+        return
+    if error.within(contestant.tolerance):
+        turns[index, "graph"] = turn
+    else:
+        row.note, row.wrong = f"wrong when replayed, so not timed: error {error.worst:.2g}", True
+
+
+def compare(rows: list[Row]) -> None:
+    """Give each of our block and experts rows the peers' times over its own, in the same mode."""
+    for row in rows:
+        if row.name == OURS and row.seconds and row.scope in (BLOCK, EXPERTS):
+            others = (other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds)
+            row.faster_than = {other.name: other.seconds / row.seconds for other in others if other.seconds}
+
+
+def _brief(failure: Exception) -> str:
+    """First and last line: libraries put what matters at one end or the other."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
+    return " ... ".join(line[:160] for line in dict.fromkeys((lines[0], lines[-1])))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

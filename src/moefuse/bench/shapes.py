@@ -1,0 +1,107 @@
+"""The sizes of published mixture-of-experts layers, and what one layer costs to run.
+
+Only the routed experts count: a shared expert or a dense MLP beside them is work of its own in every implementation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's sizes and rules.
+
+    >>> shape = find("qwen3-30b-a3b")
+    >>> shape.expert_bytes(torch.bfloat16), shape.flops(tokens=1)
+    (9437184, 75497472)
+    """
+
+    name: str
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    activation: str = "silu"
+    layout: str = "halves"
+    bias: bool = False
+    renormalize: bool = True
+    per_expert_scale: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "hidden", "intermediate", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.experts > MAX_EXPERTS:
+            raise ValueError(f"experts must be at most {MAX_EXPERTS}, got {self.experts}")
+        if self.top_k > min(self.experts, MAX_TOP_K):
+            raise ValueError(f"top_k must be at most {min(self.experts, MAX_TOP_K)}, got {self.top_k}")
+        Activation(self.activation)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(top_k=self.top_k, renormalize=self.renormalize)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one expert's up product."""
+        return Activation(self.activation).width(self.intermediate)
+
+    def expert_bytes(self, dtype: torch.dtype) -> int:
+        """What one expert's weights (and biases) take."""
+        values = (self.rows + self.intermediate) * self.hidden
+        values += (self.rows + self.hidden) if self.bias else 0
+        return values * dtype.itemsize
+
+    def layer_bytes(self, dtype: torch.dtype) -> int:
+        """All experts and the router."""
+        return self.experts * (self.expert_bytes(dtype) + self.hidden * dtype.itemsize)
+
+    def active_bytes(self, ids: Tensor, dtype: torch.dtype) -> int:
+        """Expert bytes that a call with these ids must read: each expert that has a token, once."""
+        live = ids[(ids >= 0) & (ids < self.experts)]
+        return len(torch.unique(live)) * self.expert_bytes(dtype)
+
+    def flops(self, tokens: int) -> int:
+        """Multiplications and additions of the up and down products."""
+        return 2 * tokens * self.top_k * (self.rows + self.intermediate) * self.hidden
+
+    def describe(self) -> str:
+        extras = [self.activation]
+        extras += [self.layout] if self.layout != "halves" else []
+        extras += ["biases"] if self.bias else []
+        sizes = f"E={self.experts} H={self.hidden} I={self.intermediate} top_k={self.top_k}"
+        return f"{self.name}: {sizes} {' '.join(extras)}"
+
+
+SHAPES: tuple[Shape, ...] = (
+    Shape("qwen3-30b-a3b", 128, 2048, 768, 8),
+    Shape("qwen3.5-35b-a3b", 256, 2048, 512, 8),
+    Shape("gemma4-26b-a4b", 128, 2816, 704, 8, "gelu_tanh", per_expert_scale=True),
+    Shape("mixtral-8x7b", 8, 4096, 14336, 2),
+    Shape("gpt-oss-20b", 32, 2880, 2880, 4, "swiglu_oai", "interleaved", bias=True),
+    Shape("olmoe", 64, 2048, 1024, 8, renormalize=False),
+    Shape("deepseek-v2-lite", 64, 2048, 1408, 6, renormalize=False),
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(shape.name for shape in SHAPES)
+
+
+def find(name: str) -> Shape:
+    """The shape of a model, however its name is spelled: case, dots, dashes and underscores do not matter."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    for shape in SHAPES:
+        if plain(shape.name) == plain(name):
+            return shape
+    raise KeyError(name)

@@ -1,0 +1,24 @@
+"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``."""
+
+from __future__ import annotations
+
+import typer
+
+from moefuse.cli.bench import bench
+from moefuse.cli.check import check
+from moefuse.cli.info import info
+
+app = typer.Typer(
+    name="moefuse",
+    help="The mixture-of-experts feed-forward block, fused.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(info)
+app.command()(check)
+app.command()(bench)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,185 @@
+"""``moefuse bench``: ours, the peers and the floor on a model's layer or on a case."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moefuse import backends, config
+from moefuse.bench import case as bench_cases
+from moefuse.bench import inputs, machine, peers, report, shapes
+from moefuse.bench.result import Result
+from moefuse.bench.run import Options, bench_shape
+from moefuse.testing.cases import CASES
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_DEFAULT_MODEL = "qwen3-30b-a3b"
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"One of {', '.join(shapes.names())}; without it, {_DEFAULT_MODEL}.", show_default=False),
+    ] = None,
+    experts: Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")] = None,
+    hidden: Annotated[int | None, typer.Option(help="hidden size,")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="intermediate size of one expert,")] = None,
+    top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,512",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "bfloat16",
+    against: Annotated[
+        str, typer.Option(help="Peers, with commas between, or none.")
+    ] = "hf-grouped,hf-batched,hf-eager",
+    backend: Annotated[str | None, typer.Option(help="Our backend; by default the device's.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="Time a case of the case table instead, such as experts/few.")
+    ] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds per token count, instead of a budget.")] = None,
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per token count; at least 5 rounds.")] = 5.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures, the machine and the command here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this .png.")] = None,
+) -> None:
+    """Time a mixture-of-experts layer: ours, the peers, and the least the machine allows.
+
+    Every result is compared with float64 first; what is wrong gets no figure, and exit code 1 if it is ours.
+    """
+    sizes = (experts, hidden, intermediate, top_k)
+    options = Options(
+        dtype=_DTYPES[_known("--dtype", dtype, _DTYPES)],
+        device=_device(device),
+        backend=backend if backend is None else _known("--backend", backend, backends.names()),
+        repeat=repeat,
+        budget=budget,
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
+    _refuse_output(json, plot, case)
+    # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
+    capped = config.cap_onednn() if options.device.type == "cpu" else None
+    busy = machine.busy()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if case is not None:
+        if model is not None or any(size is not None for size in sizes):
+            _stop("--case", "give a case or a model, not both")
+        chosen = bench_cases.find(_known("--case", case, [known.id for known in CASES]))
+        if options.dtype not in chosen.dtypes:
+            _stop("--dtype", f"case {chosen.id} is not for {dtype}")
+        result = _run(lambda tick: bench_cases.bench_case(chosen, options, tick))
+    else:
+        counts, rivals = _tokens(tokens), [peers.load(name) for name in _peers(against)]
+        shape = _shape(model, sizes)
+        refusal = inputs.fits(shape, options.dtype, options.device)
+        if refusal is not None:
+            _stop("MODEL", refusal)
+        result = _run(lambda tick: bench_shape(shape, counts, rivals, options, tick))
+    result.notes += [note for note in (capped, busy) if note is not None]
+    console = Console()
+    # A pipe or a file has no width of its own, and a cut figure is worth nothing.
+    report.print_result(result, console if console.is_terminal else Console(width=120))
+    if json is not None:
+        report.write_json(result, json)
+        print(f"figures: {json}")
+    if plot is not None:
+        from moefuse.bench.plot import write_plot
+
+        write_plot(result, plot)
+        print(f"picture: {plot}")
+    if result.ours_failed:
+        raise typer.Exit(1)
+
+
+def _stop(hint: str, message: str) -> NoReturn:
+    raise typer.BadParameter(message, param_hint=hint)
+
+
+def _known(hint: str, name: str, valid: Iterable[str]) -> str:
+    if name not in valid:
+        _stop(hint, f"{name!r} is not one of {', '.join(valid)}")
+    return name
+
+
+def _device(name: str | None) -> torch.device:
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name is None:
+        return torch.device("cuda" if found["cuda"] else "cpu")
+    kind = name.split(":")[0]
+    _known("--device", kind, found)
+    if not found[kind]:
+        _stop("--device", f"no {kind} device here; there are: {', '.join(k for k, here in found.items() if here)}")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        _stop("--device", f"{name!r} is not a device")
+
+
+def _tokens(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        _stop("--tokens", f"positive whole numbers with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _peers(text: str) -> list[str]:
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    return [] if asked == ["none"] else [_known("--against", name, peers.names()) for name in asked]
+
+
+def _shape(model: str | None, sizes: tuple[int | None, ...]) -> shapes.Shape:
+    given = [size for size in sizes if size is not None]
+    if not given:
+        try:
+            return shapes.find(model or _DEFAULT_MODEL)
+        except KeyError:
+            _stop("MODEL", f"{model!r} is not one of {', '.join(shapes.names())}")
+    if model is not None:
+        _stop("MODEL", "give a model or sizes, not both")
+    if len(given) != len(sizes):
+        _stop("sizes", "all of --experts, --hidden, --intermediate and --top-k are needed")
+    try:
+        return shapes.Shape("custom", experts=given[0], hidden=given[1], intermediate=given[2], top_k=given[3])
+    except ValueError as error:
+        _stop("sizes", str(error))
+
+
+def _refuse_output(json: Path | None, plot: Path | None, case: str | None) -> None:
+    """Say what cannot be written before minutes are spent measuring it."""
+    for hint, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            _stop(hint, f"there is no folder {path.parent} to write {path.name} into")
+    if plot is None:
+        return
+    if case is not None:
+        _stop("--plot", "it draws time against tokens, and a case has one size")
+    if plot.suffix.lower() != ".png":
+        _stop("--plot", f"the file must end in .png, got {plot}")
+    missing = report.plot_unavailable()
+    if missing is not None:
+        _stop("--plot", missing)
+
+
+def _run(work: Callable[[Callable[[str, float], None]], Result]) -> Result:
+    with _progress() as tick:
+        try:
+            return work(tick)
+        except ValueError as error:
+            # A backend that was asked for by name and cannot run says so when it is first selected.
+            _stop("--backend", str(error))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda label, share: shown.update(task, description=label, completed=share)

@@ -1,0 +1,92 @@
+"""moefuse check: run the case table on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from moefuse import backends, config
+from moefuse.cli.info import versions
+from moefuse.testing.cases import CASES, Outcome, runnable, sweep
+
+
+def _targets(backend: str | None) -> list[tuple[str, str]]:
+    """The backends to check, or a usage error that says what there is."""
+    here = runnable()
+    if backend is None:
+        return here
+    if backend not in backends.names():
+        raise typer.BadParameter(f"{backend!r} is not one of {', '.join(backends.names())}", param_hint="--backend")
+    found = [target for target in here if target[0] == backend]
+    if not found:
+        row = next(row for row in backends.BACKENDS if row.name == backend)
+        reason = row.missing() or f"it runs on {', '.join(row.devices)} tensors, and this machine has no such device"
+        raise typer.BadParameter(f"{backend} cannot run here: {reason}", param_hint="--backend")
+    return found
+
+
+def _summary(outcomes: list[Outcome]) -> Table:
+    table = Table(title="Cases passed, and the largest error relative to its row", title_justify="left")
+    for column in ("backend", "op", "float32", "bfloat16", "float16"):
+        table.add_column(column)
+    rows: dict[tuple[str, str], dict[torch.dtype, list[Outcome]]] = {}
+    for outcome in outcomes:
+        rows.setdefault((outcome.backend, outcome.case.op), {}).setdefault(outcome.dtype, []).append(outcome)
+    for (backend, op), by_dtype in rows.items():
+        cells = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found = by_dtype.get(dtype, [])
+            passed = sum(outcome.passed for outcome in found)
+            worst = max((error.worst for outcome in found for error in outcome.errors.values()), default=0.0)
+            colour = "green" if passed == len(found) else "red"
+            cells.append(f"[{colour}]{passed}/{len(found)}[/] {worst:.1e}" if found else "")
+        table.add_row(backend, op, *cells)
+    return table
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "case": outcome.case.id,
+        "backend": outcome.backend,
+        "device": outcome.device,
+        "dtype": str(outcome.dtype).removeprefix("torch."),
+        "passed": outcome.passed,
+        "errors": {name: {"worst": error.worst, "rms": error.rms} for name, error in outcome.errors.items()},
+        "failures": outcome.failures,
+    }
+
+
+def check(
+    backend: Annotated[str | None, typer.Option(help="Check one backend; default: all that run here.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeat a run; default: a fresh one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
+) -> None:
+    """Run every case on this machine and compare it with float64; exit 1 when one fails."""
+    config.cap_onednn()
+    targets = _targets(backend)
+    seed = torch.seed() % 2**31 if seed is None else seed
+    calls = list(sweep(CASES, targets, seed))
+    outcomes: list[Outcome] = []
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("checking", total=len(calls))
+        for call in calls:
+            outcomes.append(call())
+            progress.update(task, advance=1, description=outcomes[-1].case.id.ljust(24))
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    if as_json:
+        report = {"seed": seed, "versions": versions(), "outcomes": [_plain(outcome) for outcome in outcomes]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        console.print(_summary(outcomes))
+        for outcome in failed:
+            console.print(outcome.describe(), markup=False, style="red")
+        console.print(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed (seed {seed})")
+    if failed:
+        raise typer.Exit(1)

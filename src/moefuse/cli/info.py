@@ -1,0 +1,109 @@
+"""moefuse info: what can run here, what was chosen, and why each other was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import moefuse
+from moefuse import backends, config
+from moefuse.ops.select import REFERENCES, resolve
+
+_OTHERS = ("torch", "triton", "transformers", "gguf", "numpy")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of this package, Python and the packages that matter; None where one is not installed."""
+    found: dict[str, str | None] = {"moefuse": moefuse.__version__, "python": platform.python_version()}
+    for name in _OTHERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _backends() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for row in backends.BACKENDS:
+        reason = row.missing()
+        details = row.load().describe() if reason is None else {}
+        rows.append(
+            {"name": row.name, "devices": row.devices, "runs": reason is None, "reason": reason, "details": details}
+        )
+    rows.append({"name": backends.REFERENCE, "devices": ["any"], "runs": True, "reason": None, "details": {}})
+    return rows
+
+
+def _choices(device: str) -> dict[str, Any]:
+    """For each op on bfloat16 tensors of a device: the backend, and what was said of the others."""
+    found = {}
+    for op in sorted(REFERENCES):
+        selection = resolve(op, device, torch.bfloat16)
+        decisions = [dataclasses.asdict(decision) for decision in selection.decisions]
+        found[op] = {"backend": selection.backend, "decisions": decisions}
+    return found
+
+
+def facts() -> dict[str, Any]:
+    """Everything the command shows, as plain data."""
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return {
+        "versions": versions(),
+        "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
+        "forced_backend": config.backend(),
+        "devices": present,
+        "backends": _backends(),
+        "chosen": {device: _choices(device) for device, there in present.items() if there},
+    }
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _show(known: dict[str, Any], console: Console) -> None:
+    console.print(
+        "  ".join(f"[bold]{name}[/] {version or 'not installed'}" for name, version in known["versions"].items())
+    )
+    console.print(f"{known['machine']['system']}, {known['machine']['threads']} threads")
+    if known["forced_backend"]:
+        console.print(f"MOEFUSE_BACKEND={known['forced_backend']}")
+
+    table = Table(title="Backends", title_justify="left")
+    for column in ("backend", "devices", "runs here", "details"):
+        table.add_column(column, overflow="fold")
+    for row in known["backends"]:
+        details = "; ".join(f"{name}: {_plain(value)}" for name, value in row["details"].items())
+        mark = "[green]yes[/]" if row["runs"] else "[yellow]no[/]"
+        table.add_row(row["name"], ", ".join(row["devices"]), mark, row["reason"] or details)
+    console.print(table)
+
+    for device, ops in known["chosen"].items():
+        table = Table(title=f"Chosen for bfloat16 tensors on {device}", title_justify="left")
+        for column in ("backend", "ops", "why not the others"):
+            table.add_column(column, overflow="fold")
+        groups: dict[tuple[str, str], list[str]] = {}
+        for op, choice in ops.items():
+            rejected = "; ".join(f"{d['backend']}: {d['reason']}" for d in choice["decisions"] if not d["accepted"])
+            groups.setdefault((choice["backend"], rejected.replace(f" for {op}", "")), []).append(op)
+        for (backend, rejected), names in groups.items():
+            table.add_row(backend, ", ".join(names), rejected or "it is the first that fits")
+        console.print(table)
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False) -> None:
+    """Say which backends can run here, which one serves which device, and why each other does not."""
+    known = facts()
+    if as_json:
+        typer.echo(json.dumps(known, indent=2))
+    else:
+        _show(known, Console())

@@ -1,0 +1,54 @@
+"""Every environment variable the package reads, and the only module that reads one.
+
+=====================  =======================================================================
+MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
+                       or reference
+MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
+TRITON_INTERPRET       Triton's own: 1 runs its kernels in an interpreter on the processor
+ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX traps
+=====================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def backend() -> str | None:
+    """The backend forced by the environment, if any."""
+    return os.environ.get("MOEFUSE_BACKEND") or None
+
+
+def cpu_isa() -> str | None:
+    """The instruction set forced by the environment, if any."""
+    return os.environ.get("MOEFUSE_CPU_ISA") or None
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on processor tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+_AMX_PROBE = "import torch; torch.nn.functional.linear(torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16())"
+
+
+def cap_onednn() -> str | None:
+    """Keep torch's own bf16 products alive where the processor advertises AMX and then traps on it.
+
+    Must run before the first torch matrix product. Returns what was done, or None where nothing was needed.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA"):
+        return f"ONEDNN_MAX_CPU_ISA={os.environ['ONEDNN_MAX_CPU_ISA']} (from the environment)"
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as cpuinfo:
+            advertised = "amx_tile" in cpuinfo.read()
+    except OSError:
+        return None
+    if not advertised:
+        return None
+    if subprocess.run([sys.executable, "-c", _AMX_PROBE], capture_output=True, check=False).returncode == 0:
+        return None
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+    return "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 (AMX is advertised here but traps)"

@@ -1,0 +1,5 @@
+"""Modules. Parameters live here and only here."""
+
+from moefuse.nn.moe import MoE
+
+__all__ = ["MoE"]

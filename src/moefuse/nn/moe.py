@@ -1,0 +1,162 @@
+"""The mixture-of-experts block as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefuse.ops.checks import widen
+from moefuse.ops.experts import experts
+from moefuse.ops.gate import gate
+from moefuse.ops.route import check_routing
+from moefuse.types import LAYOUTS, Activation, Routing
+
+
+class MoE(nn.Module):
+    """Router, experts, optional shared expert, and an optional tail: residual and the next norm.
+
+    Args:
+        hidden: ``H``.
+        intermediate: ``I`` of one expert.
+        num_experts: ``E``.
+        routing: the rule.
+        activation: a name or an `Activation`.
+        layout: how gate and up rows stand in ``gate_up``.
+        bias: experts have biases.
+        logit_bias: the router product has a bias.
+        selection_bias: a buffer that is added to the scores for selection only.
+        per_expert_scale: a learned factor per expert.
+        shared_intermediate: size of the shared expert; 0 for none.
+        shared_gate: the shared expert is weighted by the sigmoid of a learned product.
+        norm: RMSNorm of the input before router and experts.
+        next_norm: also return the RMSNorm of the result, for the layer that follows.
+        eps: of both norms.
+
+    >>> block = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
+    >>> x = torch.randn(2, 5, 64)
+    >>> block(x, residual=x).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        activation: str | Activation = "silu",
+        layout: str = "halves",
+        bias: bool = False,
+        logit_bias: bool = False,
+        selection_bias: bool = False,
+        per_expert_scale: bool = False,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        norm: bool = False,
+        next_norm: bool = False,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_routing("MoE", routing, num_experts)
+        if layout not in LAYOUTS:
+            raise ValueError(f"MoE: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        if shared_gate and not shared_intermediate:
+            raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
+        self.routing, self.layout, self.eps = routing, layout, eps
+        self.activation = Activation.of(activation)
+        E, H, I = num_experts, hidden, intermediate
+        rows = self.activation.width
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        def optional(wanted: bool | int, *shape: int) -> nn.Parameter | None:
+            return parameter(*shape) if wanted else None
+
+        self.router = parameter(E, H)
+        self.gate_up = parameter(E, rows(I), H)
+        self.down = parameter(E, H, I)
+        self.gate_up_bias = optional(bias, E, rows(I))
+        self.down_bias = optional(bias, E, H)
+        self.logit_bias = optional(logit_bias, E)
+        self.per_expert_scale = optional(per_expert_scale, E)
+        self.shared_gate_up = optional(shared_intermediate, rows(shared_intermediate), H)
+        self.shared_down = optional(shared_intermediate, H, shared_intermediate)
+        self.shared_gate = optional(shared_gate, H)
+        self.norm_weight = optional(norm, H)
+        self.next_norm_weight = optional(next_norm, H)
+        self.register_buffer("selection_bias", torch.zeros(E, device=device) if selection_bias else None)
+        self.selection_bias: Tensor | None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Products by their fan-in, norms and scales to one, biases to zero."""
+        for name, value in self.named_parameters():
+            if name.endswith("norm_weight") or name == "per_expert_scale":
+                nn.init.ones_(value)
+            elif name.endswith("bias"):
+                nn.init.zeros_(value)
+            else:
+                nn.init.normal_(value, std=value.shape[-1] ** -0.5)
+
+    @classmethod
+    def from_hf(cls, block: nn.Module) -> MoE:
+        """The module that computes what a Hugging Face block does, sharing its parameters.
+
+        Takes the blocks that `moefuse.nn.from_hf` knows, by name; any other is refused, never approximated. Stacks that
+        Hugging Face keeps transposed (gpt-oss) are laid anew, once.
+        """
+        from moefuse.nn.from_hf import read_block
+
+        options, tensors = read_block(block)
+        with torch.device("meta"):
+            module = cls(**options)
+        for name, value in tensors.items():
+            if name == "selection_bias":
+                module.selection_bias = value
+            else:
+                setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+        return module.train(block.training)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, backend: str | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[.., H]`` to ``[.., H]``, or to ``(out, normed)`` with ``next_norm``; ``residual`` is added to out."""
+        rows = x.reshape(-1, x.shape[-1])
+        weights, ids, normed = gate(
+            rows, self.router, self.routing, norm_weight=self.norm_weight, eps=self.eps, bias=self.selection_bias,
+            logit_bias=self.logit_bias, per_expert_scale=self.per_expert_scale, return_normed=True, backend=backend,
+        )  # fmt: skip
+        shared, shared_logit = self._shared(normed, backend)
+        result = experts(
+            normed, ids, weights, self.gate_up, self.down, activation=self.activation, layout=self.layout,
+            gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, shared=shared, shared_logit=shared_logit,
+            residual=None if residual is None else residual.reshape(rows.shape),
+            norm_weight=self.next_norm_weight, eps=self.eps, backend=backend,
+        )  # fmt: skip
+        if isinstance(result, tuple):
+            return result[0].view(x.shape), result[1].view(x.shape)
+        return result.view(x.shape)
+
+    def _shared(self, x: Tensor, backend: str | None) -> tuple[Any, Tensor | None]:
+        """The shared expert, which is one expert that every token goes to, and the logit of its gate."""
+        if self.shared_gate_up is None or self.shared_down is None:
+            return None, None
+        to_it = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
+        ones = x.new_ones((x.shape[0], 1))
+        stacks = (self.shared_gate_up.unsqueeze(0), self.shared_down.unsqueeze(0))
+        out = experts(x, to_it, ones, *stacks, activation=self.activation, layout=self.layout, backend=backend)
+        if self.shared_gate is None:
+            return out, None
+        return out, widen(x) @ widen(self.shared_gate)
+
+    def extra_repr(self) -> str:
+        E, H, I = self.down.shape
+        shared = "" if self.shared_down is None else f", shared_intermediate={self.shared_down.shape[1]}"
+        sizes = f"hidden={H}, intermediate={I}, num_experts={E}{shared}"
+        return f"{sizes}, activation={self.activation.kind}, {self.routing}"

@@ -1,0 +1,1 @@
+"""What each op is, one page each. A call: check, then select a backend, then run it."""

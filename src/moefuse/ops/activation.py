@@ -1,0 +1,268 @@
+"""glu: the activation between the up and the down product."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.checks import FLOATS, check_tensor, widen
+from moefuse.ops.library import define
+from moefuse.ops.select import inherit, select
+from moefuse.types import LAYOUTS, Activation
+
+ACTIVATION_SCHEMA = "str kind, bool gated, float alpha, float limit"
+activation_of = functools.cache(Activation)
+
+
+def flatten(activation: Activation) -> tuple[Any, ...]:
+    """An activation as op arguments, in the order of its fields."""
+    return activation.kind, activation.gated, activation.alpha, activation.limit
+
+
+@overload
+def glu(
+    gate_up: Tensor, activation: str | Activation, *, layout: str = "halves", backend: str | None = None
+) -> Tensor: ...
+@overload
+def glu(gate_up: Tensor, up: Tensor, activation: str | Activation, *, backend: str | None = None) -> Tensor: ...
+def glu(  # type: ignore[misc]  # up may hold the activation, which the overloads say and the body sorts out
+    gate_up: Any, up: Any = None, activation: Any = None, *, layout: str = "halves", backend: str | None = None
+) -> Tensor:
+    """Apply a gated (or plain) activation.
+
+    ``glu(gate_up, activation)`` takes ``[.., 2I]`` and returns ``[.., I]``; ``glu(gate, up, activation)`` takes the two
+    apart. An ungated `Activation` maps ``[.., I]`` to ``[.., I]``.
+
+    Args:
+        gate_up: gate and up in one tensor, or the gate alone; any number of leading dimensions.
+        up: the up part, when it comes apart.
+        activation: a name or an `Activation`.
+        layout: "halves": gate first, up second. "interleaved": even gate, odd up.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        ``act(gate) * up`` in the type of the input, computed in float32. Finite input never gives NaN.
+
+    >>> glu(torch.tensor([[1.0, -2.0, 3.0, 5.0]]), "relu")
+    tensor([[3., 0.]])
+    >>> glu(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), "relu2")
+    tensor([ 3., 20.])
+    >>> glu(torch.tensor([[1.0, 3.0, -2.0, 5.0]]), "relu", layout="interleaved")
+    tensor([[3., 0.]])
+    """
+    if activation is None:
+        up, activation = None, up
+    activation = check_activation("glu", activation)
+    check(gate_up, up, activation, layout)
+    out: Tensor = _glu(gate_up, up, *flatten(activation), layout, backend)
+    return out
+
+
+def check(gate_up: Any, up: Any, activation: Activation, layout: str) -> None:
+    name = "gate_up" if up is None else "gate"
+    if not isinstance(gate_up, Tensor) or gate_up.dim() < 1:
+        got = f"shape {list(gate_up.shape)}" if isinstance(gate_up, Tensor) else type(gate_up).__name__
+        raise TypeError(f"glu: {name} must be a tensor of at least one dimension, got {got}")
+    dims: dict[str, int | None] = {f"dim {i}": size for i, size in enumerate(gate_up.shape)}
+    check_tensor("glu", name, gate_up, dims, dtypes=FLOATS)
+    check_layout("glu", layout)
+    if up is not None:
+        if not activation.gated:
+            raise ValueError("glu: up must not be given for an ungated activation, got a tensor")
+        check_tensor("glu", "up", up, dims, dtypes=(gate_up.dtype,), like=gate_up)
+    elif activation.gated and gate_up.shape[-1] % 2 != 0:
+        raise ValueError(f"glu: gate_up must have an even last dimension, got {gate_up.shape[-1]}")
+
+
+def check_activation(op: str, activation: Any) -> Activation:
+    if not isinstance(activation, (str, Activation)):
+        raise TypeError(f"{op}: activation must be a name or an Activation, got {type(activation).__name__}")
+    return Activation.of(activation)
+
+
+def check_layout(op: str, layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+# Below this every smooth kind is 0 to the last bit of float64; the clamp turns -inf * 0 into 0.
+_LOWEST = -1000.0
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+
+
+def _erfc(g: Tensor) -> Tensor:
+    value: Tensor = torch.special.erfc(g)
+    return value
+
+
+def _silu(g: Tensor) -> Tensor:
+    g = g.clamp(min=_LOWEST)
+    return g * torch.sigmoid(g)
+
+
+def _silu_slope(g: Tensor) -> Tensor:
+    g = g.clamp(min=_LOWEST)
+    s = torch.sigmoid(g)
+    return s * (1 + g * (1 - s))
+
+
+def _gelu_tanh(g: Tensor) -> Tensor:
+    g = g.clamp(min=_LOWEST)
+    return 0.5 * g * (1 + torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3)))
+
+
+def _gelu_tanh_slope(g: Tensor) -> Tensor:
+    g = g.clamp(_LOWEST, -_LOWEST)
+    t = torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3))
+    return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * g * g)
+
+
+def _gelu(g: Tensor) -> Tensor:
+    g = g.clamp(min=_LOWEST)
+    return 0.5 * g * _erfc(-g * math.sqrt(0.5))
+
+
+def _gelu_slope(g: Tensor) -> Tensor:
+    g = g.clamp(_LOWEST, -_LOWEST)
+    density = torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+    return 0.5 * _erfc(-g * math.sqrt(0.5)) + g * density
+
+
+def _relu(g: Tensor) -> Tensor:
+    return torch.relu(g)
+
+
+def _relu_slope(g: Tensor) -> Tensor:
+    return (g > 0).to(g.dtype)
+
+
+#: kind -> value and slope of the plain ones; the clamped kinds and relu2 are spelled out below
+_PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (_silu, _silu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "gelu": (_gelu, _gelu_slope),
+    "relu": (_relu, _relu_slope),
+}
+
+
+def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, Tensor | None]:
+    """Gate and up in the arithmetic type; up is None when ungated."""
+    if up is None and activation.gated:
+        gate_up, up = gate_up.chunk(2, -1) if layout == "halves" else (gate_up[..., ::2], gate_up[..., 1::2])
+    return widen(gate_up), None if up is None else widen(up)
+
+
+def _limited(g: Tensor, u: Tensor | None, limit: float) -> tuple[Tensor, Tensor | None]:
+    return g.clamp(max=limit), None if u is None else u.clamp(-limit, limit)
+
+
+def _sigmoid_unit(g: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """``g * sigmoid(alpha * g)`` and its slope."""
+    g = g.clamp(min=_LOWEST / alpha)
+    s = torch.sigmoid(alpha * g)
+    return g * s, s * (1 + alpha * g * (1 - s))
+
+
+def glu_reference(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+    g, u = _split(gate_up, up, activation, layout)
+    if activation.kind == "relu2":
+        # r * (r * u), so that a large gate and a zero up give 0, not inf * 0.
+        r = torch.relu(g)
+        out = r * r if u is None else r * (r * u)
+    elif activation.kind in _PLAIN:
+        value = _PLAIN[activation.kind][0](g)
+        out = value if u is None else value * u
+    else:
+        g, u = _limited(g, u, activation.limit)
+        oai = activation.kind == "swiglu_oai"
+        value = _sigmoid_unit(g, activation.alpha if oai else 1.0)[0]
+        out = value if u is None else value * (u + 1 if oai else u)
+    return out.to(gate_up.dtype)
+
+
+def _partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
+    """The derivatives of the result by gate and by up."""
+    if activation.kind == "relu2":
+        r = torch.relu(g)
+        return 2 * r if u is None else 2 * r * u, None if u is None else r * r
+    if activation.kind in _PLAIN:
+        value, slope = _PLAIN[activation.kind]
+        return slope(g) if u is None else slope(g) * u, None if u is None else value(g)
+    inside = (g <= activation.limit).to(g.dtype)
+    lg, lu = _limited(g, u, activation.limit)
+    oai = activation.kind == "swiglu_oai"
+    value_g, slope_g = _sigmoid_unit(lg, activation.alpha if oai else 1.0)
+    if u is None or lu is None:
+        return slope_g * inside, None
+    return slope_g * inside * (lu + 1 if oai else lu), value_g * (u.abs() <= activation.limit)
+
+
+def glu_backward_reference(
+    grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up, in the forward's layout, and of up (empty when it was not apart)."""
+    g, u = _split(gate_up, up, activation, layout)
+    by_gate, by_up = _partials(g, u, activation)
+    d_gate = (widen(grad) * by_gate).to(gate_up.dtype)
+    if by_up is None:
+        return d_gate, grad.new_empty(0)
+    d_up = (widen(grad) * by_up).to(gate_up.dtype)
+    if up is not None:
+        return d_gate, d_up
+    if layout == "halves":
+        return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
+    return torch.stack((d_gate, d_up), -1).flatten(-2), grad.new_empty(0)
+
+
+def _glu_kernel(
+    gate_up: Tensor, up: Tensor | None, kind: str, gated: bool, alpha: float, limit: float, layout: str, backend: Any
+) -> Any:
+    return select("glu", gate_up, backend).run(gate_up, up, activation_of(kind, gated, alpha, limit), layout)
+
+
+def _glu_fake(gate_up: Tensor, up: Tensor | None, kind: str, gated: bool, *_: Any) -> Tensor:
+    I = gate_up.shape[-1] // 2 if up is None and gated else gate_up.shape[-1]
+    return gate_up.new_empty((*gate_up.shape[:-1], I))
+
+
+def _glu_backward_kernel(grad: Tensor, gate_up: Tensor, up: Tensor | None, *rest: Any) -> Any:
+    *activation, layout, backend = rest
+    run = select("glu_backward", gate_up, backend).run
+    return run(grad, gate_up, up, activation_of(*activation), layout)
+
+
+def _glu_backward_fake(grad: Tensor, gate_up: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), grad.new_empty(0 if up is None else up.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate_up, up, *ctx.rest, ctx.backend = inputs
+    ctx.save_for_backward(gate_up, up)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    gate_up, up = ctx.saved_tensors
+    d_gate_up, d_up = _glu_backward(grad, gate_up, up, *ctx.rest, inherit("glu_backward", ctx.backend))
+    return d_gate_up, None if up is None else d_up, *(None for _ in ctx.rest), None
+
+
+_glu = define(
+    f"glu(Tensor gate_up, Tensor? up, {ACTIVATION_SCHEMA}, str layout, str? backend) -> Tensor",
+    _glu_kernel,
+    reference=glu_reference,
+    fake=_glu_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_glu_backward = define(
+    f"glu_backward(Tensor grad, Tensor gate_up, Tensor? up, {ACTIVATION_SCHEMA}, str layout, str? backend) "
+    "-> (Tensor, Tensor)",
+    _glu_backward_kernel,
+    reference=glu_backward_reference,
+    fake=_glu_backward_fake,
+)

@@ -1,0 +1,75 @@
+"""The rules that several op pages share. Each raises with the op, the rule and what was got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    value: Any,
+    dims: Mapping[str, int | None],
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    like: Tensor | None = None,
+) -> None:
+    """``value`` is a tensor of one of ``dtypes`` with shape ``dims`` (None: any size), on the device of ``like``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} must be {_names(dtypes)}, got {_names((value.dtype,))}")
+    if value.dim() != len(dims):
+        raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got shape {list(value.shape)}")
+    for axis, (label, size) in enumerate(dims.items()):
+        if size is not None and value.shape[axis] != size:
+            shape = ", ".join(label if size is None else f"{label}={size}" for label, size in dims.items())
+            raise ValueError(f"{op}: {name} must be [{shape}], got {label}={value.shape[axis]}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} like the rest, got {value.device}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
+
+
+def check_optional(op: str, name: str, value: Any, dims: Mapping[str, int | None], like: Tensor) -> None:
+    """As `check_tensor`, for a floating-point argument that may be None."""
+    if value is not None:
+        check_tensor(op, name, value, dims, like=like)
+
+
+def check_float64(op: str, tensors: dict[str, Tensor | None]) -> None:
+    """float64 is for checking: every floating tensor of a call has it, or none."""
+    wide = [name for name, t in tensors.items() if t is not None and t.dtype == torch.float64]
+    narrow = [name for name, t in tensors.items() if t is not None and t.dtype != torch.float64]
+    if wide and narrow:
+        raise TypeError(
+            f"{op}: float64 must not be mixed with narrower types, got {wide[0]} float64 and {narrow[0]} not"
+        )
+
+
+def check_eps(op: str, name: str, eps: Any) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(eps).__name__}")
+    if not eps >= 0:
+        raise ValueError(f"{op}: {name} must not be negative, got {eps}")
+
+
+def check_instance(op: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{op}: {name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def widen(t: Tensor) -> Tensor:
+    """To the type arithmetic is done in: float64 stays, everything narrower becomes float32."""
+    return t if t.dtype == torch.float64 else t.float()

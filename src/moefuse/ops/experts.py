@@ -1,0 +1,325 @@
+"""experts: the whole expert MLP of a layer; moe: router included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.activation import (
+    ACTIVATION_SCHEMA,
+    activation_of,
+    check_activation,
+    check_layout,
+    flatten,
+    glu,
+    glu_reference,
+)
+from moefuse.ops.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, widen
+from moefuse.ops.combine import TAIL_SCHEMA, Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
+from moefuse.ops.gate import gate
+from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
+from moefuse.ops.library import define
+from moefuse.ops.plan import plan as make_plan
+from moefuse.ops.plan import plan_reference
+from moefuse.ops.select import select
+from moefuse.types import MAX_EXPERTS, Activation, Plan, Routing
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | tuple[Tensor, Tensor],
+    down: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    layout: str = "halves",
+    plan: Plan | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    shared_logit: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run each token through its experts and combine.
+
+    Args:
+        x: ``[T, H]``.
+        ids: ``[T, top_k]`` int32 or int64; an id outside ``[0, E)`` is "no expert" and contributes nothing.
+        weights: ``[T, top_k]``.
+        gate_up: ``[E, 2I, H]`` in the type of x, or ``(gate, up)``, each ``[E, I, H]``; ``[E, I, H]`` when the
+            activation is ungated.
+        down: ``[E, H, I]``.
+        activation: a name or an `Activation`.
+        gate_up_bias: ``[E, 2I]`` in ``layout`` (halves when gate and up come apart), or ``[E, I]`` when ungated.
+        down_bias: ``[E, H]``.
+        layout: how gate and up rows stand in ``gate_up``: "halves" or "interleaved".
+        plan: from `plan`, where it is at hand already.
+        shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out: the tail, as in `combine`.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        ``[T, H]``, or ``(out, normed)`` when ``norm_weight`` is given.
+
+    >>> x = torch.tensor([[1.0, 2.0]])
+    >>> gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one expert, I = 1
+    >>> down = torch.tensor([[[1.0], [10.0]]])
+    >>> experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), gate_up, down, activation="relu")
+    tensor([[ 1., 10.]])
+    """
+    activation = check_activation("experts", activation)
+    first, up = _apart(gate_up)
+    tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
+    check(x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan)
+    check_tail("experts", tail, x.shape[0], x)
+    inputs = (x, weights, first, up, down, gate_up_bias, down_bias, *tail[:5])
+    if out is None and normed_out is None:
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            return _composed(
+                x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
+            )
+    else:
+        out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
+    parts = (None, None, None) if plan is None else (plan.offsets, plan.order, plan.inverse)
+    args = (
+        x, ids, weights, first, up, down, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
+    )  # fmt: skip
+    if out is not None:
+        _experts_out(*args, out, normed_out, backend)
+        return out if normed_out is None else (out, normed_out)
+    summed, normed = _experts(*args, backend)
+    return summed if norm_weight is None else (summed, normed)
+
+
+def moe(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor | tuple[Tensor, Tensor],
+    down: Tensor,
+    routing: Routing,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    per_expert_scale: Tensor | None = None,
+    activation: str | Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    layout: str = "halves",
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    shared_logit: Tensor | None = None,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+    next_eps: float = 1e-6,
+    out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The whole block: norm, router, experts, combine and tail; `gate` followed by `experts`.
+
+    Args:
+        x: ``[T, H]``.
+        router: ``[E, H]``.
+        gate_up, down, activation, gate_up_bias, down_bias, layout: the experts, as in `experts`.
+        routing, norm_weight, eps, bias, logit_bias, per_expert_scale: the router, as in `gate`. With ``norm_weight``
+            the experts, too, see the normed x.
+        shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `combine`.
+        next_norm_weight, next_eps: the tail's norm.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        ``[T, H]``, or ``(out, normed)`` when ``next_norm_weight`` is given.
+
+    >>> x = torch.tensor([[1.0, 2.0]])
+    >>> gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]).repeat(2, 1, 1)
+    >>> down = torch.tensor([[[1.0], [10.0]], [[2.0], [20.0]]])
+    >>> router = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    >>> moe(x, router, gate_up, down, Routing(top_k=1), activation="relu", residual=x)
+    tensor([[ 5., 42.]])
+    """
+    weights, ids, normed = gate(
+        x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
+        per_expert_scale=per_expert_scale, return_normed=True, backend=backend,
+    )  # fmt: skip
+    return experts(
+        normed, ids, weights, gate_up, down, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias,
+        layout=layout, shared=shared, shared_gate=shared_gate, shared_logit=shared_logit, residual=residual,
+        norm_weight=next_norm_weight, eps=next_eps, out=out, normed_out=normed_out, backend=backend,
+    )  # fmt: skip
+
+
+def _apart(gate_up: Any) -> tuple[Any, Any]:
+    if not isinstance(gate_up, tuple):
+        return gate_up, None
+    if len(gate_up) != 2:
+        raise ValueError(f"experts: gate_up must be one tensor or (gate, up), got a tuple of {len(gate_up)}")
+    return gate_up
+
+
+def check(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    gate_up: Any,
+    up: Any,
+    down: Any,
+    activation: Activation,
+    gate_up_bias: Any,
+    down_bias: Any,
+    layout: str,
+    plan: Any,
+) -> None:
+    op = "experts"
+    check_tensor(op, "x", x, {"T": None, "H": None})
+    T, H = x.shape
+    check_tensor(op, "ids", ids, {"T": T, "top_k": None}, dtypes=INTEGERS, like=x)
+    check_tensor(op, "weights", weights, {"T": T, "top_k": ids.shape[1]}, like=x)
+    check_tensor(op, "down", down, {"E": None, "H": H, "I": None}, like=x)
+    E, _, I = down.shape
+    if not 1 <= E <= MAX_EXPERTS:
+        raise ValueError(f"{op}: E must be from 1 to {MAX_EXPERTS}, got {E}")
+    check_layout(op, layout)
+    rows = activation.width(I)
+    if up is None:
+        check_tensor(op, "gate_up", gate_up, {"E": E, "2I" if activation.gated else "I": rows, "H": H}, like=x)
+    else:
+        if not activation.gated:
+            raise ValueError(f"{op}: gate_up must be one tensor for an ungated activation, got gate and up")
+        if layout != "halves":
+            raise ValueError(f"{op}: layout must be halves when gate and up come apart, got {layout!r}")
+        check_tensor(op, "gate", gate_up, {"E": E, "I": I, "H": H}, like=x)
+        check_tensor(op, "up", up, {"E": E, "I": I, "H": H}, like=x)
+    for name, stack in (("gate_up", gate_up), ("up", up), ("down", down)):
+        if stack is not None and stack.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must have the type of x, {x.dtype}, got {stack.dtype}")
+    check_optional(op, "gate_up_bias", gate_up_bias, {"E": E, "rows": rows}, x)
+    check_optional(op, "down_bias", down_bias, {"E": E, "H": H}, x)
+    check_float64(op, {"x": x, "weights": weights, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
+    if plan is not None:
+        check_instance(op, "plan", plan, Plan)
+        if plan.num_experts != E or plan.assignments != ids.numel() or plan.top_k != ids.shape[1]:
+            got = f"one for {plan.assignments} in top-{plan.top_k} of {plan.num_experts} experts"
+            raise ValueError(f"{op}: plan must fit {ids.numel()} assignments of {E} experts, got {got}")
+
+
+def _mask(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+    """Weights with those of sentinel ids set to zero."""
+    return weights.masked_fill((ids < 0) | (ids >= num_experts), 0)
+
+
+def _composed(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    activation: Activation,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    layout: str,
+    plan: Plan | None,
+    tail: Tail,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The differentiable composition of the parts."""
+    plan = plan or make_plan(ids, down.shape[0], backend=backend)
+    if up is None:
+        z = grouped_linear(x, gate_up, plan, gather=True, scatter=False, bias=gate_up_bias, backend=backend)
+        h = glu(z, activation, layout=layout, backend=backend)
+    else:
+        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
+        g, u = (
+            grouped_linear(x, w, plan, gather=True, scatter=False, bias=b, backend=backend)
+            for w, b in zip((gate_up, up), biases, strict=True)
+        )
+        h = glu(g, u, activation, backend=backend)
+    y = grouped_linear(h, down, plan, gather=False, scatter=True, bias=down_bias, backend=backend)
+    return combine(y, _mask(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
+
+
+def experts_reference(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    shared_logit: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: Activation,
+    layout: str,
+    out: Tensor,
+    normed_out: Tensor | None,
+) -> None:
+    E = down.shape[0]
+    x = widen(x)  # hidden rows and expert outputs then stay unrounded
+    if offsets is None or order is None:
+        _, offsets, order, _ = plan_reference(ids, E)
+    if up is None:
+        z = grouped_linear_reference(x, gate_up, gate_up_bias, offsets, order, True, False)
+        h = glu_reference(z, None, activation, layout)
+    else:
+        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
+        g = grouped_linear_reference(x, gate_up, biases[0], offsets, order, True, False)
+        u = grouped_linear_reference(x, up, biases[1], offsets, order, True, False)
+        h = glu_reference(g, u, activation, layout)
+    y = grouped_linear_reference(h, down, down_bias, offsets, order, False, True)
+    masked = _mask(weights, ids, E)
+    combine_reference(y, masked, None, shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out)
+
+
+def _experts_kernel(*args: Any) -> tuple[Tensor, Tensor]:
+    out, normed = _experts_fake(*args)
+    _experts_out_kernel(*args[:-1], out, None if args[15] is None else normed, args[-1])
+    return out, normed
+
+
+def _experts_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    tail = Tail(*rest[10:16])
+    normed = x.new_empty(0) if tail.norm_weight is None else x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=out_dtype(tail, x)), normed
+
+
+def _experts_out_kernel(x: Tensor, *rest: Any) -> None:
+    *tensors, kind, gated, alpha, limit, layout, out, normed_out, backend = rest
+    run = select("experts", x, backend).run
+    run(x, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
+
+
+_SCHEMA = (
+    "Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, "
+    "Tensor? down_bias, Tensor? offsets, Tensor? order, Tensor? inverse, "
+    f"{TAIL_SCHEMA}, {ACTIVATION_SCHEMA}, str layout"
+)
+_experts = define(
+    f"experts({_SCHEMA}, str? backend) -> (Tensor, Tensor)",
+    _experts_kernel,
+    reference=experts_reference,
+    fake=_experts_fake,
+)
+_experts_out = define(
+    f"experts_out({_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, str? backend) -> ()",
+    _experts_out_kernel,
+    reference=None,
+    fake=lambda *_: None,
+)

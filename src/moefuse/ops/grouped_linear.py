@@ -1,0 +1,200 @@
+"""grouped_linear: every assignment times its expert's weight; grouped_outer: that weight's gradient."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
+from moefuse.ops.library import define
+from moefuse.ops.select import inherit, select
+from moefuse.types import Plan
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    *,
+    gather: bool,
+    scatter: bool,
+    bias: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Multiply each assignment's row by the weight of its expert.
+
+    Args:
+        x: with ``gather``, token rows ``[T, K]`` (each read top_k times, without a copy) or slot rows ``[S, K]`` in
+            ``token * top_k + slot`` order; without, ``[S, K]`` in the plan's expert-major order.
+        weight: ``[E, N, K]``, the type of x; any strides.
+        plan: from `plan`.
+        gather: how rows of x are found.
+        scatter: result rows in slot order; otherwise expert-major.
+        bias: ``[E, N]``.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        ``[S, N]`` in the type of x, float32 accumulation. Rows of assignments without an expert are zero.
+
+    The up product is ``gather=True, scatter=False``, the down product the reverse.
+
+    >>> from moefuse import plan
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 10.0]]])
+    >>> grouped_linear(x, weight, plan(torch.tensor([[1], [0]]), 2), gather=True, scatter=True)
+    tensor([[20.],
+            [ 3.]])
+    """
+    check(x, weight, plan, gather, bias)
+    y: Tensor = _grouped_linear(x, weight, bias, plan.offsets, plan.order, gather, scatter, backend)
+    return y
+
+
+def grouped_outer(
+    grad: Tensor, x: Tensor, plan: Plan, *, gather: bool, scatter: bool, backend: str | None = None
+) -> Tensor:
+    """The weight gradient of `grouped_linear`: per expert, the sum of ``outer(grad row, x row)``.
+
+    Args:
+        grad: ``[S, N]``, laid out as the forward's result: slot order when ``scatter``, else expert-major.
+        x: the forward's input, read as the forward read it.
+        plan: the forward's plan.
+        gather: as in the forward.
+        scatter: as in the forward.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        ``[E, N, K]`` in the type of grad, float32 accumulation; zero for experts without rows.
+
+    >>> from moefuse import plan
+    >>> p = plan(torch.tensor([[0], [0]]), 2)
+    >>> grouped_outer(torch.tensor([[1.0], [10.0]]), torch.tensor([[1.0], [2.0]]), p, gather=True, scatter=True)
+    tensor([[[21.]],
+    <BLANKLINE>
+            [[ 0.]]])
+    """
+    check_instance("grouped_outer", "plan", plan, Plan)
+    check_tensor("grouped_outer", "grad", grad, {"S": plan.assignments, "N": None})
+    _check_rows("grouped_outer", x, plan, gather)
+    check_tensor("grouped_outer", "x", x, {"rows": None, "K": None}, dtypes=(grad.dtype,), like=grad)
+    d_weight: Tensor = _grouped_outer(grad, x, plan.offsets, plan.order, gather, scatter, backend)
+    return d_weight
+
+
+def _check_rows(op: str, x: Any, plan: Plan, gather: bool) -> None:
+    check_tensor(op, "x", x, {"rows": None, "K": None}, like=plan.order)
+    S = plan.assignments
+    valid = (S // plan.top_k, S) if gather else (S,)
+    if x.shape[0] not in valid:
+        raise ValueError(f"{op}: x must have {' or '.join(map(str, valid))} rows for this plan, got {x.shape[0]}")
+
+
+def check(x: Any, weight: Any, plan: Any, gather: bool, bias: Any) -> None:
+    check_instance("grouped_linear", "plan", plan, Plan)
+    _check_rows("grouped_linear", x, plan, gather)
+    stack = {"E": plan.num_experts, "N": None, "K": x.shape[1]}
+    check_tensor("grouped_linear", "weight", weight, stack, like=x)
+    if weight.dtype != x.dtype:
+        raise TypeError(f"grouped_linear: weight must have the type of x, {x.dtype}, got {weight.dtype}")
+    check_optional("grouped_linear", "bias", bias, {"E": plan.num_experts, "N": weight.shape[1]}, x)
+    check_float64("grouped_linear", {"x": x, "bias": bias})
+
+
+def _x_rows(x: Tensor, order: Tensor, gather: bool) -> Tensor:
+    """Rows of x in expert-major order."""
+    if not gather:
+        return x
+    return x[order.long() // (order.shape[0] // max(x.shape[0], 1) or 1)]
+
+
+def grouped_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+) -> Tensor:
+    rows = widen(_x_rows(x, order, gather))
+    y = rows.new_zeros(order.shape[0], weight.shape[1])
+    bounds = offsets.tolist()
+    for e, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            y[start:stop] = rows[start:stop] @ widen(weight[e]).T
+            if bias is not None:
+                y[start:stop] += widen(bias[e])
+    y = y.to(x.dtype)
+    return torch.empty_like(y).index_copy_(0, order.long(), y) if scatter else y
+
+
+def grouped_outer_reference(
+    grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+) -> Tensor:
+    rows = widen(_x_rows(x, order, gather))
+    grads = widen(grad[order.long()] if scatter else grad)
+    d_weight = grad.new_zeros(offsets.shape[0] - 1, grad.shape[1], x.shape[1])
+    bounds = offsets.tolist()
+    for e, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            d_weight[e] = (grads[start:stop].T @ rows[start:stop]).to(grad.dtype)
+    return d_weight
+
+
+def _grouped_linear_kernel(
+    x: Tensor, weight: Tensor, bias: Any, offsets: Tensor, order: Tensor, gather: bool, scatter: bool, backend: Any
+) -> Any:
+    return select("grouped_linear", x, backend).run(x, weight, bias, offsets, order, gather, scatter)
+
+
+def _grouped_linear_fake(x: Tensor, weight: Tensor, bias: Any, offsets: Any, order: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(order.shape[0], weight.shape[1])
+
+
+def _grouped_outer_kernel(
+    grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool, backend: Any
+) -> Any:
+    return select("grouped_outer", grad, backend).run(grad, x, offsets, order, gather, scatter)
+
+
+def _grouped_outer_fake(grad: Tensor, x: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    return grad.new_empty(offsets.shape[0] - 1, grad.shape[1], x.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, offsets, order, ctx.gather, ctx.scatter, ctx.backend = inputs
+    ctx.save_for_backward(x, weight, bias, offsets, order)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, bias, offsets, order = ctx.saved_tensors
+    outer = inherit("grouped_outer", ctx.backend)
+    grad = grad.contiguous()
+    d_x = d_weight = d_bias = None
+    if ctx.needs_input_grad[0]:
+        # The mirror product: read rows where the forward wrote them, write rows where it read them.
+        mirrored = weight.transpose(1, 2)
+        d_x = _grouped_linear(grad, mirrored, None, offsets, order, ctx.scatter, ctx.gather, ctx.backend)
+        if d_x.shape[0] != x.shape[0]:
+            d_x = widen(d_x).view(x.shape[0], -1, x.shape[1]).sum(1).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        d_weight = _grouped_outer(grad, x, offsets, order, ctx.gather, ctx.scatter, outer)
+    if bias is not None and ctx.needs_input_grad[2]:
+        ones = grad.new_ones(order.shape[0], 1)
+        d_bias = _grouped_outer(grad, ones, offsets, order, False, ctx.scatter, outer)[..., 0].to(bias.dtype)
+    return d_x, d_weight, d_bias, None, None, None, None, None
+
+
+_grouped_linear = define(
+    "grouped_linear(Tensor x, Tensor weight, Tensor? bias, Tensor offsets, Tensor order, bool gather, bool scatter, "
+    "str? backend) -> Tensor",
+    _grouped_linear_kernel,
+    reference=grouped_linear_reference,
+    fake=_grouped_linear_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_grouped_outer = define(
+    "grouped_outer(Tensor grad, Tensor x, Tensor offsets, Tensor order, bool gather, bool scatter, str? backend) "
+    "-> Tensor",
+    _grouped_outer_kernel,
+    reference=grouped_outer_reference,
+    fake=_grouped_outer_fake,
+)

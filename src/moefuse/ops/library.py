@@ -1,0 +1,64 @@
+"""Register ops with torch, once, so that autograd, torch.compile and fake tensors know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from moefuse.ops import select
+
+_LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _is_plain_eager(args: tuple[Any, ...]) -> bool:
+    """Whether nothing watches this call: no tracing, no transform, no gradient.
+
+    The dispatcher costs 13 to 30 us a call in Python, as much as a decode step's kernels; such a call skips it.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    grad = torch.is_grad_enabled()
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if type(arg) is not Tensor and type(arg) is not torch.nn.Parameter:
+                return False
+            if grad and arg.requires_grad:
+                return False
+    return True
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    *,
+    reference: Callable[..., Any] | None,
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Define ``moefuse::<schema>`` and return the function that calls it.
+
+    ``kernel`` takes the schema's arguments in order (none has a default), selects a backend and runs it. A form that
+    runs another op's kernels, such as the one that writes into ``out``, has no reference of its own.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"moefuse::{name}"
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    if reference is not None:
+        select.REFERENCES[name] = reference
+    overload = getattr(torch.ops.moefuse, name).default
+
+    def call(*args: Any) -> Any:
+        return kernel(*args) if _is_plain_eager(args) else overload(*args)
+
+    return call

@@ -1,0 +1,79 @@
+"""plan: expert ids to expert-major order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.checks import INTEGERS, check_tensor
+from moefuse.ops.library import define
+from moefuse.ops.select import select
+from moefuse.types import MAX_EXPERTS, Plan
+
+
+def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
+    """Bucket assignments by expert.
+
+    Args:
+        ids: expert of each assignment ``[T, top_k]``, int32 or int64. An id outside ``[0, E)`` means "no expert":
+            it sorts last, outside every expert. Duplicates in a row are legal, each slot counts.
+        num_experts: ``E``.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        A `Plan`, ``O(S + E)`` in size. Inside an expert assignments keep their order, so the plan is reproducible.
+
+    >>> p = plan(torch.tensor([[2, 0], [0, 3], [2, 2]]), 3)
+    >>> p.counts.tolist(), p.offsets.tolist()
+    ([2, 0, 3], [0, 2, 2, 5])
+    >>> p.order.tolist(), p.inverse.tolist()
+    ([1, 2, 0, 4, 5, 3], [2, 0, 1, 5, 3, 4])
+    """
+    check(ids, num_experts)
+    counts, offsets, order, inverse = _plan(ids, num_experts, backend)
+    return Plan(counts, offsets, order, inverse, ids.shape[1])
+
+
+def check(ids: Any, num_experts: Any) -> None:
+    check_tensor("plan", "ids", ids, {"T": None, "top_k": None}, dtypes=INTEGERS)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"plan: num_experts must be an int, got {type(num_experts).__name__}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"plan: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    if ids.shape[1] < 1:
+        raise ValueError(f"plan: ids must have at least one slot per token, got shape {list(ids.shape)}")
+    if ids.shape[0] * ids.shape[1] >= 2**31:
+        raise ValueError(f"plan: at most 2**31 - 1 assignments fit, got {ids.shape[0] * ids.shape[1]}")
+
+
+def plan_reference(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    expert = ids.reshape(-1).long()
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    order = torch.argsort(expert, stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+    counts = counts[:num_experts].clone()
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets[1:] = counts.cumsum(0)
+    inverse = torch.empty_like(order, dtype=torch.int32)
+    inverse[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    return counts, offsets, order.to(torch.int32), inverse
+
+
+def _plan_kernel(ids: Tensor, num_experts: int, backend: str | None) -> Any:
+    return select("plan", ids, backend).run(ids, num_experts)
+
+
+def _plan_fake(ids: Tensor, num_experts: int, backend: str | None) -> tuple[Tensor, ...]:
+    S = ids.shape[0] * ids.shape[1]
+    return tuple(ids.new_empty(n, dtype=torch.int32) for n in (num_experts, num_experts + 1, S, S))
+
+
+_plan = define(
+    "plan(Tensor ids, int num_experts, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _plan_kernel,
+    reference=plan_reference,
+    fake=_plan_fake,
+)

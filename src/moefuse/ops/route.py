@@ -1,0 +1,255 @@
+"""route: logits to experts and weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
+from moefuse.ops.library import define
+from moefuse.ops.select import inherit, select
+from moefuse.types import MAX_EXPERTS, Routing
+
+ROUTING_SCHEMA = (
+    "int top_k, str score, bool renormalize, float scale, int groups, int top_groups, str group_score, "
+    "float? softcap, float? norm_floor, bool renormalize_after_scale"
+)
+routing_of = functools.cache(Routing)
+
+
+def flatten(routing: Routing) -> tuple[Any, ...]:
+    """A rule as op arguments, in the order of its fields."""
+    return (
+        routing.top_k, routing.score, routing.renormalize, routing.scale, routing.groups, routing.top_groups,
+        routing.group_score, routing.softcap, routing.norm_floor, routing.renormalize_after_scale,
+    )  # fmt: skip
+
+
+def route(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    per_expert_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Select ``top_k`` experts per token and weigh them.
+
+    Args:
+        logits: router logits ``[T, E]``. -inf masks an expert. A row with NaN or +inf fails closed.
+        routing: the rule.
+        bias: ``[E]``, added to the score for selection only; -inf masks an expert.
+        per_expert_scale: ``[E]``, multiplies the weight of the selected expert.
+        backend: see `moefuse.ops.select`.
+
+    Returns:
+        weights ``[T, top_k]`` float32 and ids ``[T, top_k]`` int32, largest score first, ties to the lowest id.
+        A slot without a candidate has id ``E`` and weight 0; so has every slot of a row that failed closed.
+
+    Gradients reach ``logits`` and ``per_expert_scale`` through the selected scores; ids and ``bias`` carry none.
+
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+    >>> weights, ids = route(logits, Routing(top_k=2))
+    >>> ids
+    tensor([[1, 3]], dtype=torch.int32)
+    >>> weights
+    tensor([[0.5000, 0.5000]])
+    """
+    check("route", logits, routing, bias, per_expert_scale)
+    weights, ids = _route(logits, bias, per_expert_scale, *flatten(routing), backend)
+    return weights, ids
+
+
+def check_routing(op: str, routing: Routing, num_experts: int) -> None:
+    """The rule fits this many experts."""
+    check_instance(op, "routing", routing, Routing)
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"{op}: E must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    if routing.top_k > num_experts:
+        raise ValueError(f"{op}: top_k must not exceed E={num_experts}, got {routing.top_k}")
+    if num_experts % routing.groups != 0:
+        raise ValueError(f"{op}: E={num_experts} must divide into equal groups, got groups={routing.groups}")
+
+
+def check(op: str, logits: Any, routing: Any, bias: Any, per_expert_scale: Any) -> None:
+    check_tensor(op, "logits", logits, {"T": None, "E": None})
+    check_routing(op, routing, logits.shape[1])
+    experts = {"E": logits.shape[1]}
+    check_optional(op, "bias", bias, experts, logits)
+    check_optional(op, "per_expert_scale", per_expert_scale, experts, logits)
+    check_float64(op, {"logits": logits, "bias": bias, "per_expert_scale": per_expert_scale})
+
+
+def _scores(logits: Tensor, routing: Routing) -> Tensor:
+    if routing.softcap is not None:
+        capped = routing.softcap * torch.tanh(logits / routing.softcap)
+        # A masked expert stays masked: it has no part in the softmax either.
+        logits = capped.masked_fill(logits == -torch.inf, -torch.inf)
+    if routing.score == "softmax":
+        return torch.softmax(logits, dim=-1)
+    return torch.sigmoid(logits) if routing.score == "sigmoid" else F.softplus(logits).sqrt()
+
+
+def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
+    """Which experts ``[T, E]`` lie in the kept groups."""
+    T, E = key.shape
+    grouped = (T, routing.groups, E // routing.groups)
+    if routing.group_score == "max":
+        value = key.masked_fill(~candidate, -torch.inf).view(grouped).amax(-1)
+    else:
+        masked = scores.masked_fill(~candidate, -torch.inf).view(grouped)
+        best = masked.topk(min(2, grouped[2]), dim=-1).values
+        value = best.masked_fill(best == -torch.inf, 0).sum(-1).masked_fill(best[..., 0] == -torch.inf, -torch.inf)
+    ranked = torch.sort(value, dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, ranked, True)
+    return kept.unsqueeze(-1).expand(grouped).reshape(T, E)
+
+
+def route_reference(
+    logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    E = logits.shape[1]
+    logits = widen(logits)
+    failed = (logits.isnan() | (logits == torch.inf)).any(-1, keepdim=True)
+    candidate = (logits > -torch.inf) & ~failed
+    scores = _scores(logits, routing)
+    # Every score rises with its logit, so without a bias the logit decides: ids do not hang on how exp rounds.
+    key, biased = logits, scores
+    if bias is not None:
+        bias = widen(bias)
+        candidate &= (bias > -torch.inf) & ~(bias.isnan() | (bias == torch.inf)).any()
+        key = biased = scores + bias
+    if routing.groups > 1:
+        candidate &= _kept_groups(key, biased, candidate, routing)
+    ranked = torch.sort(key.masked_fill(~candidate, -torch.inf), dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, : routing.top_k]
+    live = candidate.gather(1, ids)
+    selected = scores.gather(1, ids).masked_fill(~live, 0)
+    weights = _weigh(selected, _scale_of(ids, per_expert_scale, routing), routing)[-1]
+    weights = weights.masked_fill(~live, 0)
+    return weights, ids.masked_fill(~live, E).to(torch.int32)
+
+
+def _scale_of(ids: Tensor, per_expert_scale: Tensor | None, routing: Routing) -> Tensor | float:
+    if per_expert_scale is None:
+        return routing.scale
+    return routing.scale * widen(per_expert_scale)[ids.clamp(max=per_expert_scale.shape[0] - 1)]
+
+
+def _floor(routing: Routing) -> float:
+    assert routing.norm_floor is not None, "Routing fills it in"
+    return routing.norm_floor
+
+
+def _sum_floor(values: Tensor, routing: Routing) -> Tensor:
+    return values.sum(-1, keepdim=True).clamp(min=_floor(routing))
+
+
+def _weigh(selected: Tensor, scale: Tensor | float, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """Selected scores to (shares, scaled shares, weights)."""
+    shares = selected / _sum_floor(selected, routing) if routing.renormalize else selected
+    scaled = shares * scale
+    return shares, scaled, scaled / _sum_floor(scaled, routing) if routing.renormalize_after_scale else scaled
+
+
+def _through_sum(grad: Tensor, values: Tensor, routing: Routing) -> Tensor:
+    """Gradient of ``values / max(sum(values), floor)``."""
+    total = _sum_floor(values, routing)
+    above = values.sum(-1, keepdim=True) > _floor(routing)
+    return (grad - ((grad * values).sum(-1, keepdim=True) / total).where(above, 0)) / total
+
+
+def route_backward_reference(
+    grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """Gradients of logits ``[T, E]`` and of per_expert_scale ``[E]`` (empty when there is none)."""
+    E = logits.shape[1]
+    live = ids < E
+    slots = ids.long().clamp(max=E - 1)
+    raw = widen(logits)
+    finite = raw.masked_fill(~raw.isfinite(), -torch.inf)
+    scores = _scores(finite, routing)
+    selected = scores.gather(1, slots).masked_fill(~live, 0)
+    scale = _scale_of(slots, per_expert_scale, routing)
+    shares, scaled, _ = _weigh(selected, scale, routing)
+
+    grad = widen(grad).masked_fill(~live, 0)
+    if routing.renormalize_after_scale:
+        grad = _through_sum(grad, scaled, routing)
+    d_scale = logits.new_zeros(0)
+    if per_expert_scale is not None:
+        per_slot = (grad * shares * routing.scale).masked_fill(~live, 0)
+        d_scale = per_slot.new_zeros(E).index_add_(0, slots.flatten(), per_slot.flatten()).to(per_expert_scale.dtype)
+    grad = grad * scale
+    if routing.renormalize:
+        grad = _through_sum(grad, selected, routing)
+    d_scores = torch.zeros_like(scores).scatter_add_(1, slots, grad.masked_fill(~live, 0))
+    return _through_score(d_scores, finite, scores, routing).to(logits.dtype), d_scale
+
+
+def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
+    if routing.score == "softmax":
+        d_logits = scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
+    elif routing.score == "sigmoid":
+        d_logits = d_scores * scores * (1 - scores)
+    else:
+        capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
+        d_logits = d_scores * torch.sigmoid(capped) / (2 * scores)
+    if routing.softcap is not None:
+        d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
+    return d_logits.masked_fill(logits == -torch.inf, 0).nan_to_num(nan=0.0)
+
+
+def _route_kernel(logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, *rest: Any) -> Any:
+    *rule, backend = rest
+    return select("route", logits, backend).run(logits, bias, per_expert_scale, routing_of(*rule))
+
+
+def _route_fake(logits: Tensor, bias: Any, per_expert_scale: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _route_backward_kernel(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *rest: Any) -> Any:
+    *rule, backend = rest
+    return select("route_backward", logits, backend).run(grad, logits, ids, scale, routing_of(*rule))
+
+
+def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *_: Any) -> Any:
+    return torch.empty_like(logits), logits.new_empty(0) if scale is None else torch.empty_like(scale)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, per_expert_scale, *rule, backend = inputs
+    ctx.save_for_backward(logits, output[1], per_expert_scale)
+    ctx.rule, ctx.backend = rule, backend
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, d_weights: Tensor, _: Any) -> tuple[Any, ...]:
+    logits, ids, scale = ctx.saved_tensors
+    backend = inherit("route_backward", ctx.backend)
+    d_logits, d_scale = _route_backward(d_weights, logits, ids, scale, *ctx.rule, backend)
+    return d_logits, None, None if scale is None else d_scale, *(None for _ in ctx.rule), None
+
+
+_route = define(
+    f"route(Tensor logits, Tensor? bias, Tensor? per_expert_scale, {ROUTING_SCHEMA}, str? backend) -> (Tensor, Tensor)",
+    _route_kernel,
+    reference=route_reference,
+    fake=_route_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_route_backward = define(
+    f"route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? per_expert_scale, {ROUTING_SCHEMA}, "
+    "str? backend) -> (Tensor, Tensor)",
+    _route_backward_kernel,
+    reference=route_backward_reference,
+    fake=_route_backward_fake,
+)

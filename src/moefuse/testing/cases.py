@@ -1,0 +1,510 @@
+"""One table of cases for the tests, the benchmark and ``moefuse check``.
+
+A case makes the arguments of a public op. `run` calls the op on a backend, with poisoned memory, and compares every
+result with the float64 reference on the same inputs, and every gradient where the op has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse import backends
+from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
+from moefuse.testing.poison import poisoned
+from moefuse.types import Activation, Routing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_TOLERANCE = {
+    torch.float32: Tolerance(1e-6, 1e-6, "f32 accumulation over at most a few hundred terms"),
+    torch.bfloat16: Tolerance(
+        8e-3, 6.4e-3, "half a unit is 2**-9; hidden row, expert output and result round, experts may cancel"
+    ),
+    torch.float16: Tolerance(
+        1e-3, 8e-4, "half a unit is 2**-12; hidden row, expert output and result round, experts may cancel"
+    ),
+}
+# A gradient passes through two or three more products than its forward, each adding an error of its own.
+_GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
+
+
+class Inputs:
+    """Random tensors for one case: realistic sizes, one generator, one element type."""
+
+    def __init__(self, rng: torch.Generator, dtype: torch.dtype) -> None:
+        self.rng, self.dtype = rng, dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.randn(shape, generator=self.rng) * scale).to(dtype or self.dtype)
+
+    def uniform(self, *shape: int, low: float = 0.5, high: float = 1.5, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.rand(shape, generator=self.rng) * (high - low) + low).to(dtype or self.dtype)
+
+    def weight(self, *shape: int) -> Tensor:
+        """Scaled by its fan-in, as trained weights are: results keep the size of their inputs."""
+        return self.normal(*shape, scale=shape[-1] ** -0.5)
+
+    def ids(self, T: int, top_k: int, E: int) -> Tensor:
+        """Distinct experts per token."""
+        scores = torch.rand((T, E), generator=self.rng)
+        return scores.argsort(-1)[:, :top_k].to(torch.int32)
+
+    def shares(self, T: int, top_k: int) -> Tensor:
+        return torch.softmax(torch.randn((T, top_k), generator=self.rng), -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one public op, and why they are in the table."""
+
+    op: str
+    name: str
+    why: str
+    make: Callable[[Inputs], dict[str, Any]]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    gradients: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.name}"
+
+    def inputs(self, seed: int, dtype: torch.dtype) -> dict[str, Any]:
+        return self.make(Inputs(torch.Generator().manual_seed(seed), dtype))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: errors per result, and whether all are within bounds."""
+
+    case: Case
+    dtype: torch.dtype
+    backend: str
+    device: str
+    seed: int
+    errors: dict[str, Difference]
+    failures: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def describe(self) -> str:
+        """The failing inputs and results, for a person."""
+        made = self.case.inputs(self.seed, self.dtype)
+        lines = [f"{self.case.id} on {self.backend} ({self.device}), {_short(self.dtype)}, seed {self.seed}"]
+        lines += [f"  covers: {self.case.why}"]
+        lines += [f"  input {name}: {_describe(value)}" for name, value in made.items() if value is not None]
+        lines += [f"  {name}: {failure}" for name, failure in self.failures.items()]
+        return "\n".join(lines)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        return f"{_short(value.dtype)} {list(value.shape)}{strides}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_describe, value))})"
+    if isinstance(value, moefuse.Plan):
+        return f"Plan of {value.assignments} assignments, {value.num_experts} experts, top_k={value.top_k}"
+    return repr(value)
+
+
+def runnable() -> list[tuple[str, str]]:
+    """Every backend that can run here, with a device for it; the reference first."""
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    found = [(backends.REFERENCE, "cpu")]
+    for row in backends.BACKENDS:
+        here = [device for device in (*row.devices, *row.emulated()) if device in devices]
+        if here and row.missing() is None:
+            found.append((row.name, here[0]))
+    return found
+
+
+def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
+    """The element types of a case that a backend has kernels for."""
+    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    return case.dtypes if row is None else tuple(dtype for dtype in case.dtypes if dtype in row.load().DTYPES)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An argument of an op with every tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_tensors(item, change) for item in value)
+    if isinstance(value, moefuse.Plan):
+        counts, offsets, order, inverse = map(change, (value.counts, value.offsets, value.order, value.inverse))
+        return moefuse.Plan(counts, offsets, order, inverse, value.top_k)
+    return value
+
+
+def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The floating tensors of the arguments, by name."""
+    found = {}
+    for name, value in inputs.items():
+        for i, item in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(item, Tensor) and item.is_floating_point():
+                found[f"{name}[{i}]" if isinstance(value, tuple) else name] = item
+    return found
+
+
+def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    result = getattr(moefuse, op)(**inputs, backend=backend)
+    if isinstance(result, moefuse.Plan):
+        return {name: getattr(result, name) for name in ("counts", "offsets", "order", "inverse")}
+    results = result if isinstance(result, tuple) else (result,)
+    names = {"route": ("weights", "ids"), "gate": ("weights", "ids", "normed")}.get(op, ("out", "normed"))
+    return dict(zip(names, results, strict=False))
+
+
+def _differentiable(results: dict[str, Tensor]) -> list[Tensor]:
+    return [t for t in results.values() if t.requires_grad]
+
+
+def _with_gradients(
+    op: str, inputs: dict[str, Any], backend: str, seeds: list[Tensor] | None
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients of every floating input for a random (or the given) gradient of every result."""
+    inputs = {name: map_tensors(value, _leaf) for name, value in inputs.items()}
+    outputs = _differentiable(_call(op, inputs, backend))
+    if seeds is None:
+        rng = torch.Generator().manual_seed(1)
+        seeds = [torch.randn(t.shape, generator=rng).to(t) for t in outputs]
+    leaves = _leaves(inputs)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), [s.to(t) for s, t in zip(seeds, outputs, strict=True)],
+                                allow_unused=True)  # fmt: skip
+    named = zip(leaves, grads, strict=True)
+    return {f"gradient of {name}": grad for name, grad in named if grad is not None}, seeds
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().clone(memory_format=torch.preserve_format).requires_grad_() if t.is_floating_point() else t
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.cpu().double() if t.is_floating_point() else t.cpu()
+
+
+def tolerance_of(result: str, value: Tensor, dtype: torch.dtype) -> Tolerance:
+    """The bound for one result: integers are exact, routing weights are float32 whatever the model is."""
+    if not value.is_floating_point():
+        return EXACT
+    if result.startswith("gradient"):
+        return _GRADIENT
+    return _TOLERANCE[torch.float32 if result == "weights" else dtype]
+
+
+def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int) -> Outcome:
+    """Run one case on one backend and compare it with float64."""
+    made = case.inputs(seed, dtype)
+    here = {name: map_tensors(value, lambda t: t.to(device)) for name, value in made.items()}
+    wide = {name: map_tensors(value, _wide) for name, value in made.items()}
+    want = _call(case.op, wide, backends.REFERENCE)
+    with poisoned():
+        got = _call(case.op, here, backend)
+    if case.gradients and dtype == torch.float32:
+        goal, seeds = _with_gradients(case.op, wide, backends.REFERENCE, None)
+        want |= goal
+        with poisoned():
+            got |= _with_gradients(case.op, here, backend, [s.to(device) for s in seeds])[0]
+    errors, failures = {}, {}
+    for name, value in want.items():
+        if name not in got:
+            failures[name] = "missing from the result"
+            continue
+        errors[name] = difference(got[name], value, whole=name.startswith("gradient"))
+        bound = tolerance_of(name, value, dtype)
+        if not errors[name].within(bound):
+            failures[name] = (
+                f"worst {errors[name].worst:.3g} (at most {bound.worst:g}), rms {errors[name].rms:.3g} "
+                f"(at most {bound.rms:g}); {errors[name].where}"
+            )
+    return Outcome(case, dtype, backend, device, seed, errors, failures)
+
+
+def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) -> Iterator[Callable[[], Outcome]]:
+    """Every case on every target and element type, each as a call to make."""
+    for backend, device in targets:
+        for case in cases:
+            for dtype in dtypes_of(case, backend):
+                yield lambda c=case, t=dtype, b=backend, d=device: run(c, t, b, d, seed)  # type: ignore[misc]
+
+
+def _logits(T: int, E: int, routing: Routing, bias: bool = False, scale: bool = False) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        logits = inputs.normal(T, E, scale=2.0)
+        if bias:
+            # Scores on a grid of 1/64 and biases between its lines: no two keys are within rounding of each other.
+            logits = torch.logit((torch.rand((T, E), generator=inputs.rng).argsort(-1) + 0.5) / E).to(inputs.dtype)
+        return {
+            "logits": logits,
+            "routing": routing,
+            "bias": inputs.normal(E, scale=0.3, dtype=torch.float32) if bias else None,
+            "per_expert_scale": inputs.uniform(E, dtype=torch.float32) if scale else None,
+        }
+
+    return make
+
+
+def _edge_logits(inputs: Inputs) -> dict[str, Any]:
+    logits = inputs.normal(8, 12)
+    logits[0] = 1.0
+    logits[1, ::2] = -torch.inf
+    logits[2] = -torch.inf
+    logits[3, 5] = torch.nan
+    logits[4, 7] = torch.inf
+    logits[5, 2:] = -torch.inf
+    logits[6, [3, 9]] = 50.0
+    return {"logits": logits, "routing": Routing(top_k=4)}
+
+
+def _masked_softcap(inputs: Inputs) -> dict[str, Any]:
+    logits = inputs.normal(5, 12)
+    logits[:, ::3] = -torch.inf
+    return {"logits": logits, "routing": Routing(top_k=3, softcap=2.0, renormalize=False)}
+
+
+def _gate(T: int, E: int, H: int, routing: Routing, **on: bool) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        return {
+            "x": inputs.normal(T, H),
+            "weight": inputs.weight(E, H),
+            "routing": routing,
+            "norm_weight": inputs.uniform(H) if on.get("norm") else None,
+            "logit_bias": inputs.normal(E, dtype=torch.float32) if on.get("logit_bias") else None,
+            "per_expert_scale": inputs.uniform(E, dtype=torch.float32) if on.get("scale") else None,
+            "return_normed": on.get("norm", False),
+        }
+
+    return make
+
+
+def _plan(T: int, E: int, top_k: int, ids: Callable[[Inputs], Tensor] | None = None) -> Any:
+    return lambda inputs: {"ids": ids(inputs) if ids else inputs.ids(T, top_k, E), "num_experts": E}
+
+
+def _messy_ids(T: int, top_k: int, E: int) -> Callable[[Inputs], Tensor]:
+    """Duplicates and sentinels among the ids."""
+
+    def make(inputs: Inputs) -> Tensor:
+        return torch.randint(-2, E + 3, (T, top_k), generator=inputs.rng)
+
+    return make
+
+
+def _linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        ids = _messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
+        if on.get("one_expert"):
+            ids = torch.full_like(ids, E - 1)
+        plan = moefuse.plan(ids, E, backend=backends.REFERENCE)
+        rows = T if gather and not on.get("slots") else T * top_k
+        weight = inputs.weight(E, K, N).transpose(1, 2) if on.get("transposed") else inputs.weight(E, N, K)
+        bias = inputs.normal(E, N) if on.get("bias") else None
+        return {"x": inputs.normal(rows, K), "weight": weight, "plan": plan, "gather": gather, "scatter": scatter,
+                "bias": bias}  # fmt: skip
+
+    return make
+
+
+def _outer(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        plan = moefuse.plan(_messy_ids(T, top_k, E)(inputs), E, backend=backends.REFERENCE)
+        grad = inputs.normal(T * top_k, N)
+        x = inputs.normal(T if gather else T * top_k, K)
+        return {"grad": grad, "x": x, "plan": plan, "gather": gather, "scatter": scatter}
+
+    return make
+
+
+def _glu(shape: tuple[int, ...], activation: str | Activation, layout: str = "halves", apart: bool = False) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        if apart:
+            return {"gate_up": inputs.normal(*shape), "up": inputs.normal(*shape), "activation": activation}
+        # Some values far out, where a careless exp, tanh or square leaves the range.
+        gate_up = inputs.normal(*shape, scale=3.0)
+        if gate_up.numel():
+            gate_up.view(-1)[0], gate_up.view(-1)[-1] = -300.0, 40.0
+        return {"gate_up": gate_up, "activation": activation, "layout": layout}
+
+    return make
+
+
+def _combine(T: int, top_k: int, H: int, *parts: str) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        made: dict[str, Any] = {"y": inputs.normal(T * top_k, H), "weights": inputs.shares(T, top_k)}
+        if "inverse" in parts:
+            made["inverse"] = torch.randperm(T * top_k, generator=inputs.rng).to(torch.int32)
+        if "shared" in parts:
+            made["shared"] = inputs.normal(T, H)
+        if "shared_gate" in parts:
+            made["shared_gate"] = inputs.uniform(T)
+        if "shared_logit" in parts:
+            made["shared_logit"] = inputs.normal(T)
+        if "residual" in parts:
+            made["residual"] = inputs.normal(T, H)
+        if "norm" in parts:
+            made["norm_weight"], made["eps"] = inputs.uniform(H), 1e-5
+        return made
+
+    return make
+
+
+def _experts(T: int, E: int, H: int, I: int, top_k: int, **on: Any) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        activation = Activation.of(on.get("activation", "silu"))
+        rows = activation.width(I)
+        gate_up: Any = inputs.weight(E, rows, H)
+        if on.get("apart"):
+            gate_up = (inputs.weight(E, I, H), inputs.weight(E, I, H))
+        ids = _messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
+        if on.get("one_expert"):
+            ids = torch.zeros_like(ids)
+        made = {"x": inputs.normal(T, H), "ids": ids, "weights": inputs.shares(T, top_k), "gate_up": gate_up,
+                "down": inputs.weight(E, H, I), "activation": activation,
+                "layout": on.get("layout", "halves")}  # fmt: skip
+        if on.get("bias"):
+            made |= {"gate_up_bias": inputs.normal(E, rows), "down_bias": inputs.normal(E, H)}
+        if on.get("tail"):
+            made |= {"shared": inputs.normal(T, H), "shared_logit": inputs.normal(T), "residual": inputs.normal(T, H)}
+            made |= {"norm_weight": inputs.uniform(H), "eps": 1e-5}
+        if on.get("strided"):
+            made["x"] = inputs.normal(T, 2 * H)[:, ::2]
+            made["gate_up"] = inputs.weight(E, H, rows).transpose(1, 2)
+            made["weights"] = inputs.shares(top_k, T).T
+        return made
+
+    return make
+
+
+def _moe(T: int, E: int, H: int, I: int, routing: Routing) -> Any:
+    def make(inputs: Inputs) -> dict[str, Any]:
+        x = inputs.normal(T, H)
+        return {"x": x, "router": inputs.weight(E, H), "gate_up": inputs.weight(E, 2 * I, H),
+                "down": inputs.weight(E, H, I), "routing": routing, "norm_weight": inputs.uniform(H), "residual": x,
+                "next_norm_weight": inputs.uniform(H)}  # fmt: skip
+
+    return make
+
+
+_DEEPSEEK = Routing(top_k=4, score="sigmoid", scale=2.5, groups=4, top_groups=2, group_score="top2_sum")
+_F32 = (torch.float32,)
+
+CASES: tuple[Case, ...] = (
+    Case("route", "qwen3", "128 experts, 8 of them, renormalised", _logits(9, 128, Routing(top_k=8))),
+    Case("route", "one_token", "T=1", _logits(1, 64, Routing(top_k=6, renormalize=False))),
+    Case("route", "no_token", "T=0", _logits(0, 8, Routing(top_k=2)), gradients=False),
+    Case("route", "one_expert", "E=1", _logits(5, 1, Routing(top_k=1))),
+    Case("route", "all_experts", "top_k=E", _logits(5, 7, Routing(top_k=7))),
+    Case("route", "e60", "E not a power of two, below a warp pair", _logits(6, 60, Routing(top_k=4))),
+    Case("route", "e100", "E not a power of two", _logits(6, 100, Routing(top_k=10))),
+    Case("route", "e1000", "many experts, many slots", _logits(3, 1000, Routing(top_k=64))),
+    Case("route", "edges", "ties, -inf, NaN, +inf and too few candidates", _edge_logits, gradients=False),
+    Case("route", "softcap", "soft-capped logits", _logits(6, 16, Routing(top_k=3, softcap=5.0))),
+    Case("route", "softcap_masked", "a masked expert has no part in a soft-capped softmax", _masked_softcap),
+    Case("route", "sigmoid", "sigmoid scores, scaled", _logits(6, 32, Routing(top_k=4, score="sigmoid", scale=2.5))),
+    Case("route", "sqrtsoftplus", "DeepSeek-V4 scores",
+         _logits(6, 32, Routing(top_k=6, score="sqrtsoftplus", scale=1.5))),
+    Case("route", "deepseek_v3", "bias selects, groups by their two best", _logits(7, 32, _DEEPSEEK, bias=True), _F32),
+    Case("route", "groups_max", "groups by their best", _logits(7, 24, Routing(top_k=3, groups=6, top_groups=2))),
+    Case("route", "scaled_after", "per-expert scale, then renormalised once more",
+         _logits(7, 24, Routing(top_k=3, renormalize_after_scale=True), scale=True)),
+    Case("gate", "plain", "no norm", _gate(5, 16, 64, Routing(top_k=4))),
+    Case("gate", "norm", "RMSNorm and the normed x", _gate(9, 60, 96, Routing(top_k=4), norm=True)),
+    Case("gate", "one_token", "T=1, odd H", _gate(1, 128, 67, Routing(top_k=8), norm=True)),
+    Case("gate", "many", "more tokens than one launch takes on a GPU", _gate(40, 24, 96, Routing(top_k=4), norm=True)),
+    Case("gate", "no_token", "T=0", _gate(0, 8, 16, Routing(top_k=2), norm=True), gradients=False),
+    Case("gate", "gpt_oss", "bias on the logits", _gate(4, 32, 64, Routing(top_k=4), logit_bias=True)),
+    Case("gate", "gemma4", "norm and per-expert scale", _gate(4, 32, 64, Routing(top_k=8), norm=True, scale=True)),
+    Case("plan", "usual", "every token to distinct experts", _plan(33, 16, 4), _F32, False),
+    Case("plan", "messy", "sentinels on both sides, duplicates", _plan(50, 7, 3, _messy_ids(50, 3, 7)), _F32, False),
+    Case("plan", "no_token", "T=0", _plan(0, 8, 2), _F32, False),
+    Case("plan", "one_expert", "E=1", _plan(9, 1, 1), _F32, False),
+    Case("plan", "e1000", "many experts, most of them empty", _plan(20, 1000, 8), _F32, False),
+    Case("plan", "many", "more assignments than an int16 holds", _plan(9000, 64, 4), _F32, False),
+    Case("grouped_linear", "up", "the up product", _linear(17, 8, 48, 64, 3, True, False)),
+    Case("grouped_linear", "down", "the down product", _linear(17, 8, 64, 48, 3, False, True)),
+    Case("grouped_linear", "odd", "no size a multiple of anything", _linear(13, 5, 37, 51, 2, True, True, bias=True)),
+    Case("grouped_linear", "slots", "gather from slot order", _linear(11, 4, 32, 40, 2, True, False, slots=True)),
+    Case("grouped_linear", "expert_major", "rows in and out expert-major", _linear(11, 4, 32, 40, 2, False, False)),
+    Case("grouped_linear", "messy", "sentinel rows are zero, duplicates count",
+         _linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
+    Case("grouped_linear", "one_expert", "every row to the last expert",
+         _linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
+    Case("grouped_linear", "transposed", "weights strided, as the input gradient has them",
+         _linear(9, 4, 24, 40, 2, False, False, transposed=True)),
+    Case("grouped_linear", "one_token", "T=1", _linear(1, 16, 96, 128, 8, True, False)),
+    Case("grouped_linear", "no_token", "T=0", _linear(0, 4, 8, 16, 2, True, True), gradients=False),
+    Case("grouped_outer", "up", "gradient of the up product", _outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
+    Case("grouped_outer", "down", "of the down product", _outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
+    Case("grouped_outer", "no_token", "T=0: all zero", _outer(0, 3, 8, 8, 2, True, False), DTYPES, False),
+    *(
+        Case("glu", kind, f"{kind}, gated", _glu((6, 3, 40), kind))
+        for kind in ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp")
+    ),
+    *(
+        Case("glu", f"{kind}_plain", f"{kind}, ungated", _glu((7, 23), Activation(kind, gated=False)))
+        for kind in ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai")
+    ),
+    Case("glu", "interleaved", "even gate, odd up", _glu((5, 46), "silu", "interleaved")),
+    Case("glu", "apart", "gate and up as two tensors", _glu((5, 31), "silu", apart=True)),
+    Case("glu", "vector", "one dimension", _glu((34,), "gelu_tanh")),
+    Case("glu", "empty", "no row", _glu((0, 16), "silu"), gradients=False),
+    Case("combine", "sum", "the weighted sum alone", _combine(7, 4, 40)),
+    Case("combine", "expert_major", "rows found through inverse", _combine(7, 4, 33, "inverse")),
+    Case("combine", "shared", "shared expert added plainly", _combine(5, 2, 64, "shared")),
+    Case("combine", "shared_gate", "shared expert with a gate", _combine(5, 2, 64, "shared", "shared_gate")),
+    Case("combine", "qwen3_5", "shared expert with a logit, residual",
+         _combine(5, 8, 64, "shared", "shared_logit", "residual")),
+    Case("combine", "residual_norm", "residual and the next norm", _combine(9, 8, 96, "residual", "norm")),
+    Case("combine", "everything", "every part at once",
+         _combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
+    Case("combine", "one_token", "T=1", _combine(1, 8, 128, "residual", "norm")),
+    Case("combine", "no_token", "T=0", _combine(0, 4, 16, "residual", "norm"), gradients=False),
+    Case("experts", "decode", "T=1", _experts(1, 16, 96, 64, 4, tail=True)),
+    Case("experts", "few", "few tokens, each expert a row or two", _experts(6, 16, 64, 48, 4)),
+    Case("experts", "prefill", "many rows per expert", _experts(90, 4, 64, 80, 2, tail=True)),
+    Case("experts", "odd", "no size a multiple of anything", _experts(13, 5, 51, 37, 3, bias=True)),
+    Case("experts", "messy", "sentinels and duplicates", _experts(15, 6, 48, 32, 3, messy=True, tail=True, bias=True)),
+    Case("experts", "one_expert", "every token to expert 0, twice", _experts(40, 5, 48, 32, 2, one_expert=True)),
+    Case("experts", "all_experts", "top_k=E", _experts(9, 6, 48, 32, 6)),
+    Case("experts", "single", "E=1", _experts(9, 1, 48, 32, 1)),
+    Case("experts", "gpt_oss", "interleaved, biases, clamped",
+         _experts(9, 8, 64, 48, 4, activation="swiglu_oai", layout="interleaved", bias=True)),
+    Case("experts", "gemma4", "gelu_tanh", _experts(9, 8, 44, 36, 4, activation="gelu_tanh")),
+    Case("experts", "nemotron", "ungated relu2",
+         _experts(9, 8, 48, 36, 2, activation=Activation("relu2", gated=False), bias=True)),
+    Case("experts", "apart", "gate and up as two stacks", _experts(9, 8, 48, 36, 2, apart=True, bias=True)),
+    Case("experts", "strided", "non-contiguous x, weights and stack", _experts(9, 4, 32, 24, 2, strided=True)),
+    Case("experts", "no_token", "T=0", _experts(0, 4, 16, 8, 2, tail=True), gradients=False),
+    Case("moe", "qwen3", "the whole block", _moe(7, 16, 64, 48, Routing(top_k=4))),
+    Case("moe", "decode", "the whole block, T=1", _moe(1, 32, 96, 32, Routing(top_k=8))),
+)  # fmt: skip
+
+
+def support_table() -> str:
+    """Which backend has a kernel for which op, and what the cases cover, as Markdown."""
+    names = [row.name for row in backends.BACKENDS]
+    has = {row.name: row.load().OPS if row.exists() else {} for row in backends.BACKENDS}
+    lines = [f"| op | {' | '.join(names)} | cases |", "|---" * (len(names) + 2) + "|"]
+    for op in dict.fromkeys(case.op for case in CASES):
+        # moe is gate followed by experts, on whatever runs those
+        parts = ("gate", "experts") if op == "moe" else (op,)
+        cells = ["kernel" if all(part in has[name] for part in parts) else "reference" for name in names]
+        covered = ", ".join(case.name for case in CASES if case.op == op)
+        lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,155 @@
+"""The values that ops exchange, and the letters their shapes are written in.
+
+=====  =======================================================================
+``T``  tokens (rows of the hidden state; batch and sequence flattened)
+``E``  experts
+``H``  hidden size
+``I``  intermediate size of one expert
+``S``  assignments, ``T * top_k``: one (token, slot) pair that goes to one expert
+=====  =======================================================================
+
+``M``, ``N`` and ``K`` are left to matrix products, where they mean what they always mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+GROUP_SCORES = ("max", "top2_sum")
+LAYOUTS = ("halves", "interleaved")
+ACTIVATION_KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp")
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
+
+# The floor under a renormalising sum. No finite softmax row reaches 2**-14; the others follow DeepSeek-V3.
+_NORM_FLOOR = {"softmax": 2.0**-14, "sigmoid": 1e-20, "sqrtsoftplus": 1e-20}
+
+
+def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How scores become experts and weights.
+
+    Attributes:
+        top_k: experts per token.
+        score: how a logit becomes a score: softmax over all experts, sigmoid, or sqrt(softplus).
+        renormalize: divide the selected scores by their sum.
+        scale: the routed scaling factor, applied after renormalising.
+        groups: number of equal, contiguous expert groups; 1 means no groups.
+        top_groups: groups kept when ``groups > 1``.
+        group_score: a group's value: its largest score, or the sum of its two largest.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before scoring.
+        norm_floor: smallest divisor when renormalising; the default depends on ``score``.
+        renormalize_after_scale: divide by the sum once more after every scale.
+
+    Example: Qwen3-MoE, DeepSeek-V3 and Mixtral.
+
+    >>> Routing(top_k=8).score
+    'softmax'
+    >>> Routing(top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4, group_score="top2_sum").norm_floor
+    1e-20
+    >>> Routing(top_k=2, renormalize=True).norm_floor == 2.0**-14
+    True
+    """
+
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    softcap: float | None = None
+    norm_floor: float | None = None
+    renormalize_after_scale: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("Routing", "score", self.score, SCORES)
+        _one_of("Routing", "group_score", self.group_score, GROUP_SCORES)
+        for name in ("top_k", "groups", "top_groups"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Routing: {name} must be an int, got {type(value).__name__}")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"Routing: scale must be finite, got {self.scale}")
+        if not 1 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"Routing: top_k must be from 1 to {MAX_TOP_K}, got {self.top_k}")
+        if not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"Routing: top_groups must be from 1 to groups={self.groups}, got {self.top_groups}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"Routing: softcap must be positive, got {self.softcap}")
+        if self.norm_floor is None:
+            object.__setattr__(self, "norm_floor", _NORM_FLOOR[self.score])
+        elif not self.norm_floor >= 0:
+            raise ValueError(f"Routing: norm_floor must not be negative, got {self.norm_floor}")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What stands between the up and the down product.
+
+    ``act(gate) * up`` when gated, ``act(x)`` when not. ``alpha`` and ``limit`` belong to the clamped kinds:
+
+    * ``swiglu_oai`` (gpt-oss): ``g * sigmoid(alpha * g) * (u + 1)`` with ``g = min(gate, limit)`` and ``u`` in +-limit.
+    * ``swiglu_clamp`` (DeepSeek-V4): ``silu(g) * u`` with the same clamps.
+
+    >>> Activation.of("silu")
+    Activation(kind='silu', gated=True, alpha=1.702, limit=7.0)
+    >>> Activation("relu2", gated=False).width(768)
+    768
+    """
+
+    kind: str
+    gated: bool = True
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        _one_of("Activation", "kind", self.kind, ACTIVATION_KINDS)
+        if not self.limit > 0:
+            raise ValueError(f"Activation: limit must be positive, got {self.limit}")
+
+    @staticmethod
+    def of(activation: str | Activation) -> Activation:
+        """An activation from its name, or itself."""
+        return activation if isinstance(activation, Activation) else Activation(activation)
+
+    def width(self, intermediate: int) -> int:
+        """Rows of the up product that feed ``intermediate`` activations."""
+        return 2 * intermediate if self.gated else intermediate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which assignments go to which expert, as a CSR table (all int32).
+
+    Three tokens, ``top_k=2``, three experts, ``ids = [[2, 0], [0, 3], [2, 2]]`` (3 is "no expert"):
+
+    * ``counts  = [2, 0, 3]``: assignments per expert;
+    * ``offsets = [0, 2, 2, 5]``: where each expert's run begins in ``order``; the last is the number of live ones;
+    * ``order   = [1, 2, 0, 4, 5, 3]``: assignments (``token * top_k + slot``) expert by expert, increasing inside
+      one; those without an expert last;
+    * ``inverse = [2, 0, 1, 5, 3, 4]``: where assignment ``s`` stands in ``order``.
+    """
+
+    counts: Tensor
+    offsets: Tensor
+    order: Tensor
+    inverse: Tensor
+    top_k: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def assignments(self) -> int:
+        return self.order.shape[0]

@@ -1,0 +1,81 @@
+"""transformers' experts, on our tensors, agree with ours."""
+
+import pytest
+import torch
+
+from moefuse.bench import check, inputs, peers
+from moefuse.bench.contestants import refusal, theirs
+from moefuse.bench.shapes import Shape
+from moefuse.testing.compare import Tolerance
+
+CPU = torch.device("cpu")
+SHAPES = (
+    Shape("qwen3", 8, 48, 40, 3),
+    Shape("gemma4", 8, 44, 36, 4, "gelu_tanh", per_expert_scale=True),
+    Shape("gpt-oss", 6, 48, 40, 2, "swiglu_oai", "interleaved", bias=True),
+)
+
+
+@pytest.fixture(params=SHAPES, ids=lambda shape: shape.name)
+def slot(request: pytest.FixtureRequest) -> inputs.Slot:
+    layers = inputs.make_layers(request.param, torch.float32, CPU, 2)
+    return inputs.make_slots(layers, 9, torch.float32, CPU)[1]
+
+
+def test_there_are_three() -> None:
+    assert peers.names() == ("hf-batched", "hf-eager", "hf-grouped")
+    assert all(peers.load(name).name == name for name in peers.names())
+    with pytest.raises(KeyError):
+        peers.load("_transformers")
+
+
+@pytest.mark.parametrize("name", peers.names())
+def test_it_agrees_with_float64(name: str, slot: inputs.Slot) -> None:
+    pytest.importorskip("transformers")
+    contestant = theirs(peers.load(name), [slot.layer], torch.float32)
+    with torch.no_grad():
+        error = contestant.error(contestant.call(slot), slot)
+    assert error.within(Tolerance(3e-6, 3e-6, "short sums")), error
+    assert error.rms > 0, "two float32 results of different code are never the same as float64"
+
+
+@pytest.mark.parametrize("name", peers.names())
+def test_it_shares_our_memory(name: str, slot: inputs.Slot) -> None:
+    pytest.importorskip("transformers")
+    module = peers.load(name).build(slot.layer)
+    assert module.gate_up_proj.data_ptr() == slot.layer.gate_up.data_ptr()  # type: ignore[attr-defined]
+    assert module.down_proj.data_ptr() == slot.layer.down.data_ptr()  # type: ignore[attr-defined]
+
+
+def test_too_much_memory_is_refused_before_the_call() -> None:
+    layer = inputs.make_layers(SHAPES[0], torch.float32, CPU, 1)[0]
+    assert refusal(peers.load("hf-batched"), layer, 1, torch.float32, CPU) is None
+    assert "GiB" in (refusal(peers.load("hf-batched"), layer, 10**9, torch.float32, CPU) or "")
+    assert refusal(peers.load("hf-grouped"), layer, 10**9, torch.float32, CPU) is None
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    assert "moefuse[hf]" in (peers.load("hf-eager").unavailable() or "")
+
+
+def test_a_shape_it_has_no_class_for() -> None:
+    assert peers.load("hf-eager").unsuitable(Shape("odd", 4, 8, 8, 2, "silu", "interleaved")) is not None
+
+
+def test_experts_are_all_different_and_calls_rotate() -> None:
+    layers = inputs.make_layers(Shape("custom", 16, 64, 32, 2), torch.float32, CPU, 2)
+    stacks = [layer.gate_up[e] for layer in layers for e in range(16)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(stacks) for b in stacks[:i])
+    assert layers[0].gate_up.std() == pytest.approx(64**-0.5, rel=0.1)
+    slots = inputs.make_slots(layers, 1, torch.float32, CPU)
+    assert len(slots) >= 4
+    assert all(not torch.isin(a.ids, b.ids).any() for a, b in zip(slots, slots[2:], strict=False))
+
+
+def test_the_check_sees_each_token_from_first_to_last() -> None:
+    assert check.sample(1).tolist() == [0]
+    assert check.sample(3).tolist() == [0, 1, 2]
+    assert check.sample(100).tolist()[0] == 0
+    assert check.sample(100).tolist()[-1] == 99
+    assert len(check.sample(100)) == 8

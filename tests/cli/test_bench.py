@@ -1,0 +1,122 @@
+"""``moefuse bench`` as a user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from moefuse.bench import floor, machine, shapes
+from moefuse.cli.bench import bench
+
+SIZES = ["--experts", "8", "--hidden", "48", "--intermediate", "32", "--top-k", "2"]
+QUICK = ["--tokens", "1,6", "--dtype", "float32", "--repeat", "2", "--backend", "reference", "--device", "cpu"]
+app = typer.Typer(add_completion=False)
+app.command()(bench)
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    # Wide enough that no message is broken across lines.
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    square = floor._square
+    monkeypatch.setattr(machine, "cache_bytes", lambda *_: 1 << 16)
+    monkeypatch.setattr(floor, "_SMALLEST_BUFFER", 1 << 22)
+    monkeypatch.setattr(floor, "_square", lambda _, dtype, device: square(128, dtype, device))
+
+
+def test_table_json_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    code, output = invoke(*SIZES, *QUICK, "--against", "hf-grouped", "--json", str(figures), "--plot", str(picture))
+    assert code == 0, output
+    for word in ("moefuse block", "moefuse experts", "moefuse route+plan", "hf-grouped", "floor", "GB/s"):
+        assert word in output
+    found = json.loads(figures.read_text())
+    assert {row["name"] for row in found["rows"]} == {"moefuse", "hf-grouped", "floor"}
+    assert {row["tokens"] for row in found["rows"]} == {1, 6}
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"]["processor"]
+    assert found["command"]
+    assert found["shape"]["experts"] == 8
+    assert found["rates"]["1"]["bandwidth"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    pixels = pytest.importorskip("matplotlib.image").imread(str(picture))
+    assert pixels.shape[0] > 400
+    assert pixels.std() > 0.01, "an empty picture"
+
+
+def test_a_case() -> None:
+    code, output = invoke("--case", "experts/few", *QUICK)
+    assert code == 0, output
+    assert "moefuse experts/few" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["nonesuch"], shapes.names()),
+        (["--against", "nonesuch"], ("hf-grouped", "hf-batched", "hf-eager")),
+        (["--case", "nonesuch"], ("experts/decode", "route/qwen3")),
+        (["--dtype", "int8"], ("bfloat16", "float32", "float16")),
+        (["--backend", "nonesuch"], ("cpu", "triton", "reference")),
+        (["--device", "tpu"], ("cpu", "cuda", "mps")),
+    ],
+)
+def test_unknown_names_list_the_valid_ones(words: list[str], named: tuple[str, ...]) -> None:
+    code, output = invoke(*words)
+    assert code == 2
+    for name in named:
+        assert name in output
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--tokens", "1,x"], "whole numbers"),
+        (["--tokens", "0"], "whole numbers"),
+        (["--experts", "8"], "--top-k"),
+        (["olmoe", *SIZES], "not both"),
+        (["olmoe", "--case", "experts/few"], "not both"),
+        ([*SIZES[:-1], "9"], "top_k must be at most 8"),
+        (["--plot", "picture.pdf"], ".png"),
+        (["--json", "/nonesuch/figures.json"], "no folder"),
+        (["--case", "experts/few", "--plot", "x.png"], "one size"),
+        (["--case", "plan/usual", "--dtype", "float16"], "not for float16"),
+        ([*SIZES, "--backend", "metal", "--device", "cpu"], "metal"),
+    ],
+)
+def test_bad_input_is_refused_with_the_reason(words: list[str], why: str) -> None:
+    code, output = invoke(*words)
+    assert code == 2, output
+    assert why in output
+
+
+def test_a_layer_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda *_: 1 << 30)
+    code, output = invoke("mixtral-8x7b", "--device", "cpu")
+    assert code == 2
+    assert "2.6 GiB" in output
+    assert "1.0 GiB are free" in output
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    code, output = invoke("--plot", "x.png")
+    assert code == 2
+    assert "moefuse[bench]" in output
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefuse.bench.peers._transformers.importlib.util.find_spec", lambda *_: None)
+    code, output = invoke(*SIZES, *QUICK, "--against", "hf-eager")
+    assert code == 0, output
+    assert "moefuse[hf]" in output

@@ -1,0 +1,25 @@
+"""Set up once: oneDNN kept off AMX, and the backends that can run here as a fixture."""
+
+import os
+
+# Machines exist that advertise AMX and trap on it; torch's own bf16 products would kill the test run there.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import pytest
+import torch
+
+from moefuse.testing.cases import runnable
+
+
+@pytest.fixture(params=runnable(), ids=lambda pair: pair[0])
+def target(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A backend and the device it runs on."""
+    return request.param
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Fresh random numbers; the seed is in the test's output when it fails."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)

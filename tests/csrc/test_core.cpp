@@ -1,0 +1,472 @@
+// The C++ core against plain loops in double, without Python. Meant to run under -fsanitize=address,undefined.
+//
+// Every buffer stands between guard bytes, every output is filled with NaN first, and every case runs on every
+// instruction set this machine has, with one, two and three threads, which must give the same bits.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "harness.h"
+
+using namespace moefuse;
+using namespace moefuse::test;
+
+namespace {
+
+double activation(const Activation& a, double g, double u, bool gated) {
+  auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
+  double up = gated ? u : 1;
+  switch (a.kind) {
+    case Act::silu: return g * sigmoid(g) * up;
+    case Act::gelu_tanh: return 0.5 * g * (1 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) * up;
+    case Act::gelu: return 0.5 * g * std::erfc(-g * 0.7071067811865476) * up;
+    case Act::relu: return std::max(g, 0.0) * up;
+    case Act::relu2: return std::max(g, 0.0) * std::max(g, 0.0) * up;
+    case Act::swiglu_oai:
+    case Act::swiglu_clamp: break;
+  }
+  g = std::min<double>(g, a.limit);
+  u = std::clamp<double>(u, -a.limit, a.limit);
+  if (a.kind == Act::swiglu_clamp) return g * sigmoid(g) * (gated ? u : 1);
+  return g * sigmoid(a.alpha * g) * (gated ? u + 1 : 1);
+}
+
+void finish(std::vector<double>& out, std::vector<double>& normed, int64_t t, int64_t H, const Buffer* norm_weight,
+            double eps) {
+  double squares = 0;
+  for (int64_t h = 0; h < H; ++h) squares += out[t * H + h] * out[t * H + h];
+  for (int64_t h = 0; h < H && norm_weight != nullptr; ++h) {
+    normed[t * H + h] = out[t * H + h] / std::sqrt(squares / H + eps) * (*norm_weight)[h];
+  }
+}
+
+// Runs the case with 1, 2 and 3 threads into fresh outputs; returns the first after comparing bits.
+template <class Run>
+std::unique_ptr<Buffer> same_bits(Dtype d, int64_t n, Run run) {
+  auto first = std::make_unique<Buffer>(d, n);
+  run(*first, 1);
+  for (int threads : {2, 3}) {
+    Buffer again(d, n);
+    run(again, threads);
+    check(first->same_bits(again), "bits depend on the number of threads");
+  }
+  return first;
+}
+
+std::vector<int32_t> random_ids(int64_t T, int64_t top_k, int64_t E) {
+  std::vector<int32_t> ids(static_cast<size_t>(T * top_k));
+  for (auto& id : ids) {
+    int64_t pick = below(E + 2);  // sentinels on both sides; duplicates by chance
+    id = static_cast<int32_t>(pick == E + 1 ? -1 : pick);
+  }
+  return ids;
+}
+
+struct Planned {
+  std::vector<int32_t> counts, offsets, order, inverse;
+
+  Planned(const std::vector<int32_t>& ids, int64_t E)
+      : counts(static_cast<size_t>(E)), offsets(static_cast<size_t>(E + 1)), order(ids.size()), inverse(ids.size()) {
+    plan({ids.data(), false}, static_cast<int64_t>(ids.size()), E, counts.data(), offsets.data(), order.data(),
+         inverse.data());
+  }
+  Buckets buckets() const { return {offsets.data(), order.data()}; }
+};
+
+struct ExpertsCase {
+  Dtype dtype;
+  int64_t T, E, top_k, H, I;
+  Activation act;
+  bool gated, interleaved, apart, biased, tailed, planned;
+};
+
+void test_experts(const ExpertsCase& c) {
+  int64_t rows = c.gated ? 2 * c.I : c.I;
+  double scale_h = 1 / std::sqrt(c.H + 1.0), scale_i = 1 / std::sqrt(c.I + 1.0);
+  auto x = random_buffer(c.dtype, c.T * c.H);
+  auto gate_up = random_buffer(c.dtype, c.E * (c.apart ? c.I : rows) * c.H, scale_h);
+  auto up = random_buffer(c.dtype, c.apart ? c.E * c.I * c.H : 0, scale_h);
+  auto down = random_buffer(c.dtype, c.E * c.H * c.I, scale_i);
+  auto up_bias = random_buffer(Dtype::f32, c.E * rows), down_bias = random_buffer(c.dtype, c.E * c.H);
+  auto weights = random_buffer(Dtype::f32, c.T * c.top_k);
+  auto shared = random_buffer(c.dtype, c.T * c.H), logit = random_buffer(Dtype::f32, c.T);
+  auto residual = random_buffer(Dtype::f32, c.T * c.H), norm_weight = random_buffer(c.dtype, c.H);
+  std::vector<int32_t> ids = random_ids(c.T, c.top_k, c.E);
+  std::vector<int64_t> wide(ids.begin(), ids.end());
+  Planned p(ids, c.E);
+
+  ExpertsArgs a{};
+  a.x = x->tensor();
+  a.ids = c.planned ? Ids{ids.data(), false} : Ids{wide.data(), true};
+  a.weights = weights->tensor();
+  a.gate_up = {gate_up->data(), c.dtype, (c.apart ? c.I : rows) * c.H, c.H};
+  if (c.apart) a.up = {up->data(), c.dtype, c.I * c.H, c.H};
+  a.down = {down->data(), c.dtype, c.H * c.I, c.I};
+  if (c.biased) a.gate_up_bias = up_bias->tensor(), a.down_bias = down_bias->tensor();
+  if (c.planned) a.buckets = p.buckets();
+  a.T = c.T, a.top_k = c.top_k, a.E = c.E, a.H = c.H, a.I = c.I;
+  a.act = c.act, a.gated = c.gated, a.interleaved = c.interleaved;
+  a.tail.eps = 1e-6f;
+  if (c.tailed) {
+    a.tail.shared = shared->tensor(), a.tail.shared_logit = logit->tensor();
+    a.tail.residual = residual->tensor(), a.tail.norm_weight = norm_weight->tensor();
+  }
+
+  std::vector<double> want(static_cast<size_t>(c.T * c.H)), want_normed(want);
+  auto gate_row = [&](int64_t i) { return c.gated && c.interleaved ? 2 * i : i; };
+  auto up_row = [&](int64_t i) { return c.interleaved ? 2 * i + 1 : c.I + i; };
+  for (int64_t t = 0; t < c.T; ++t) {
+    for (int64_t j = 0; j < c.top_k; ++j) {
+      int64_t e = ids[static_cast<size_t>(t * c.top_k + j)];
+      if (e < 0 || e >= c.E) continue;
+      std::vector<double> hidden(static_cast<size_t>(c.I));
+      for (int64_t i = 0; i < c.I; ++i) {
+        double g = c.biased ? (*up_bias)[e * rows + gate_row(i)] : 0;
+        double u = c.biased && c.gated ? (*up_bias)[e * rows + up_row(i)] : 0;
+        for (int64_t h = 0; h < c.H; ++h) {
+          double in = (*x)[t * c.H + h];
+          g += in * (*gate_up)[(e * (c.apart ? c.I : rows) + gate_row(i)) * c.H + h];
+          if (c.apart) u += in * (*up)[(e * c.I + i) * c.H + h];
+          if (!c.apart && c.gated) u += in * (*gate_up)[(e * rows + up_row(i)) * c.H + h];
+        }
+        hidden[static_cast<size_t>(i)] = activation(c.act, g, u, c.gated);
+      }
+      for (int64_t h = 0; h < c.H; ++h) {
+        double y = c.biased ? (*down_bias)[e * c.H + h] : 0;
+        for (int64_t i = 0; i < c.I; ++i) y += hidden[static_cast<size_t>(i)] * (*down)[(e * c.H + h) * c.I + i];
+        want[static_cast<size_t>(t * c.H + h)] += (*weights)[t * c.top_k + j] * y;
+      }
+    }
+    for (int64_t h = 0; h < c.H && c.tailed; ++h) {
+      int64_t at = t * c.H + h;
+      want[static_cast<size_t>(at)] += (*shared)[at] / (1 + std::exp(-(*logit)[t])) + (*residual)[at];
+    }
+    finish(want, want_normed, t, c.H, c.tailed ? norm_weight.get() : nullptr, 1e-6);
+  }
+
+  auto normed = std::make_unique<Buffer>(c.dtype, c.T * c.H);
+  auto out = same_bits(c.dtype, c.T * c.H, [&](Buffer& to, int threads) {
+    a.tail.out = to.output(), a.tail.normed = normed->output();
+    experts(a, threads);
+  });
+  close(*out, want, "experts");
+  if (c.tailed) close(*normed, want_normed, "experts normed");
+}
+
+void test_all_experts() {
+  const Act kinds[] = {Act::silu,  Act::gelu_tanh,  Act::gelu,        Act::relu,
+                       Act::relu2, Act::swiglu_oai, Act::swiglu_clamp};
+  const int64_t shapes[][5] = {// T, E, top_k, H, I
+                               {0, 4, 2, 8, 8},     {1, 3, 2, 1, 1},    {1, 8, 4, 33, 17},  {5, 4, 3, 64, 48},
+                               {3, 1, 1, 1061, 31}, {70, 2, 2, 31, 65}, {9, 5, 5, 100, 90}, {2, 3, 2, 2100, 40},
+                               {7, 2, 2, 40, 1100}, {4, 6, 2, 5, 0},    {130, 1, 1, 36, 7}};
+  int variant = 0;
+  for (Dtype d : kDtypes) {
+    for (const auto& s : shapes) {
+      for (int repeat = 0; repeat < 3; ++repeat, ++variant) {
+        ExpertsCase c{d, s[0], s[1], s[2], s[3], s[4], {kinds[variant % 7], 1.702f, 7.0f}, variant % 4 != 3,
+                      variant % 3 == 1, false, variant % 2 == 0, variant % 5 < 3, variant % 2 == 1};
+        c.apart = c.gated && !c.interleaved && variant % 5 == 0;
+        context = kernels().name + std::string(" experts ") + std::to_string(variant);
+        test_experts(c);
+      }
+    }
+  }
+}
+
+void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64_t K, bool gather, bool scatter) {
+  std::vector<int32_t> ids = random_ids(T, top_k, E);
+  Planned p(ids, E);
+  int64_t S = T * top_k;
+  int64_t x_rows = gather ? T : S;
+  int64_t stride_n = K + 3, stride_e = N * stride_n + 5;  // a view into something larger
+  auto x = random_buffer(d, x_rows * K), grad = random_buffer(d, S * N), bias = random_buffer(d, E * N);
+  auto weight = random_buffer(d, E * stride_e, 1 / std::sqrt(K + 1.0));
+  std::vector<double> y(static_cast<size_t>(S * N)), outer(static_cast<size_t>(E * N * K));
+  for (int64_t q = 0; q < p.offsets.back(); ++q) {
+    int64_t s = p.order[static_cast<size_t>(q)];
+    int64_t e = ids[static_cast<size_t>(s)], in = gather ? s / top_k : q, to = scatter ? s : q;
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = (*bias)[e * N + n];
+      for (int64_t k = 0; k < K; ++k) {
+        sum += (*x)[in * K + k] * (*weight)[e * stride_e + n * stride_n + k];
+        outer[static_cast<size_t>((e * N + n) * K + k)] += (*grad)[to * N + n] * (*x)[in * K + k];
+      }
+      y[static_cast<size_t>(to * N + n)] = sum;
+    }
+  }
+  auto got = same_bits(d, S * N, [&](Buffer& to, int threads) {
+    grouped_linear(x->tensor(), x_rows, {weight->data(), d, stride_e, stride_n}, bias->tensor(), p.buckets(), S, E, N,
+                   K, gather, scatter, to.output(), threads);
+  });
+  close(*got, y, "grouped_linear");
+  auto got_outer = same_bits(d, E * N * K, [&](Buffer& to, int threads) {
+    grouped_outer(grad->tensor(), x->tensor(), x_rows, p.buckets(), S, E, N, K, gather, scatter, to.output(), threads);
+  });
+  close(*got_outer, outer, "grouped_outer");
+}
+
+void test_plan() {
+  context = "plan";
+  std::vector<int32_t> ids = {2, 0, 0, 3, 2, 2};
+  Planned p(ids, 3);
+  check(p.counts == std::vector<int32_t>({2, 0, 3}), "counts");
+  check(p.offsets == std::vector<int32_t>({0, 2, 2, 5}), "offsets");
+  check(p.order == std::vector<int32_t>({1, 2, 0, 4, 5, 3}), "order");
+  check(p.inverse == std::vector<int32_t>({2, 0, 1, 5, 3, 4}), "inverse");
+}
+
+Routing simple_routing(int64_t top_k, Score score) {
+  return {top_k, score, true, 1, 1, 1, false, 0, 1e-20f, false};
+}
+
+void route_to(const std::vector<double>& logits, int64_t E, const Routing& r, std::vector<int32_t> want_ids,
+              std::vector<double> want_weights, const Buffer* bias = nullptr) {
+  int64_t T = static_cast<int64_t>(logits.size()) / E;
+  Buffer in(Dtype::f32, T * E), weights(Dtype::f32, T * r.top_k);
+  for (size_t i = 0; i < logits.size(); ++i) in.set(static_cast<int64_t>(i), logits[i]);
+  std::vector<int32_t> ids(want_ids.size(), -7);
+  route(in.tensor(), bias == nullptr ? Tensor{} : bias->tensor(), {}, T, E, r, static_cast<float*>(weights.data()),
+        ids.data(), 2);
+  check(ids == want_ids, "route ids");
+  close(weights, want_weights, "route weights");
+}
+
+void test_route() {
+  context = kernels().name + std::string(" route");
+  route_to({1, 3, 3, 0}, 4, simple_routing(2, Score::softmax), {1, 2}, {0.5, 0.5});
+  route_to({-kInf, 0, -kInf}, 3, simple_routing(2, Score::sigmoid), {1, 3}, {1, 0});
+  route_to({0, NAN, 1, 0, kInf, 1}, 3, simple_routing(2, Score::softmax), {3, 3, 3, 3}, {0, 0, 0, 0});
+  // Ties wherever they stand: in the vector body and in the tail of the scores' loops.
+  std::vector<double> flat(37, 0.3);
+  route_to(flat, 37, simple_routing(4, Score::sqrtsoftplus), {0, 1, 2, 3}, {0.25, 0.25, 0.25, 0.25});
+  Buffer bias(Dtype::f32, 37);
+  for (int64_t i = 0; i < 37; ++i) bias.set(i, 0.5);
+  for (Score score : {Score::softmax, Score::sigmoid, Score::sqrtsoftplus}) {
+    route_to(flat, 37, simple_routing(4, score), {0, 1, 2, 3}, {0.25, 0.25, 0.25, 0.25}, &bias);
+  }
+  // Groups {0, 1}, {2, 3}, {4, 5}: the best by the sum of two is the last, by the maximum the first.
+  Routing grouped = simple_routing(2, Score::sigmoid);
+  grouped.groups = 3, grouped.top_groups = 1, grouped.top2_sum = true;
+  route_to({3, -9, 0, 0, 2, 2}, 6, grouped, {4, 5}, {0.5, 0.5});
+  grouped.top2_sum = false;
+  double first = 1 / (1 + std::exp(-3.0)), second = 1 / (1 + std::exp(9.0));
+  route_to({3, -9, 0, 0, 2, 2}, 6, grouped, {0, 1}, {first / (first + second), second / (first + second)});
+}
+
+void test_gate(Dtype d, int64_t T, int64_t H, int64_t E) {
+  context = kernels().name + std::string(" gate");
+  auto x = random_buffer(d, T * H), weight = random_buffer(d, E * H), norm_weight = random_buffer(d, H);
+  std::vector<double> normed(static_cast<size_t>(T * H)), unused(normed), want(static_cast<size_t>(T));
+  for (int64_t t = 0; t < T; ++t) {
+    for (int64_t h = 0; h < H; ++h) unused[static_cast<size_t>(t * H + h)] = (*x)[t * H + h];
+    finish(unused, normed, t, H, norm_weight.get(), 1e-5);
+    double sum = 0, best = -kInf;
+    std::vector<double> logits;
+    for (int64_t e = 0; e < E; ++e) {
+      double logit = 0;
+      for (int64_t h = 0; h < H; ++h) logit += normed[static_cast<size_t>(t * H + h)] * (*weight)[e * H + h];
+      logits.push_back(logit);
+      best = std::max(best, logit);
+    }
+    for (double logit : logits) sum += std::exp(logit - best);
+    want[static_cast<size_t>(t)] = 1 / sum;
+  }
+  Routing r = simple_routing(1, Score::softmax);
+  r.renormalize = false;
+  Buffer got_normed(d, T * H);
+  auto weights = same_bits(Dtype::f32, T, [&](Buffer& to, int threads) {
+    std::vector<int32_t> ids(static_cast<size_t>(T));
+    gate(x->tensor(), {weight->data(), d, 0, H}, norm_weight->tensor(), {}, {}, {}, 1e-5f, T, H, E, r,
+         static_cast<float*>(to.data()), ids.data(), got_normed.output(), threads);
+  });
+  close(got_normed, normed, "normed");
+  for (int64_t t = 0; t < T; ++t) {
+    check(std::fabs((*weights)[t] - want[static_cast<size_t>(t)]) < 2e-5, "gate weight");
+  }
+}
+
+void test_glu() {
+  const Act kinds[] = {Act::silu,  Act::gelu_tanh,  Act::gelu,        Act::relu,
+                       Act::relu2, Act::swiglu_oai, Act::swiglu_clamp};
+  for (Act kind : kinds) {
+    for (Dtype d : kDtypes) {
+      for (int form = 0; form < 4; ++form) {  // halves, interleaved, apart, ungated
+        context = kernels().name + std::string(" glu ") + std::to_string(static_cast<int>(kind));
+        int64_t rows = 3, I = 700;
+        bool together = form < 2, gated = form < 3;
+        auto gate = random_buffer(d, rows * (together ? 2 * I : I), 1.5), up = random_buffer(d, rows * I);
+        Activation act{kind, 1.702f, 1.5f};
+        std::vector<double> want;
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t i = 0; i < I; ++i) {
+            int64_t g = form == 0 ? r * 2 * I + i : form == 1 ? r * 2 * I + 2 * i : r * I + i;
+            double u = form == 0 ? (*gate)[g + I] : form == 1 ? (*gate)[g + 1] : (*up)[r * I + i];
+            want.push_back(activation(act, (*gate)[g], u, gated));
+          }
+        }
+        auto got = same_bits(d, rows * I, [&](Buffer& to, int threads) {
+          glu(gate->tensor(), form == 2 ? up->tensor() : Tensor{}, rows, I, act, gated, form == 1, to.output(),
+              threads);
+        });
+        close(*got, want, "glu");
+      }
+    }
+    Buffer in(Dtype::f32, 4), out(Dtype::f32, 4);
+    const double extremes[] = {-kInf, -3e38, -95, NAN};
+    for (int64_t i = 0; i < 4; ++i) in.set(i, extremes[i]);
+    glu(in.tensor(), {}, 1, 4, {kind, 1.702f, 7.0f}, false, false, out.output(), 1);
+    check(std::fabs(out[0]) == 0 && std::fabs(out[1]) == 0 && std::fabs(out[2]) < 1e-30, "large negative input");
+    check(std::isnan(out[3]), "NaN comes through");
+  }
+}
+
+void test_combine_in_place() {
+  context = kernels().name + std::string(" combine");
+  int64_t T = 40, top_k = 3, H = 301;
+  for (Dtype d : kDtypes) {
+    std::vector<int32_t> ids = random_ids(T, top_k, 4);
+    Planned p(ids, 4);
+    auto y = random_buffer(d, T * top_k * H), weights = random_buffer(d, T * top_k), gate = random_buffer(d, T);
+    auto residual = random_buffer(d, T * H), shared = random_buffer(Dtype::f16, T * H);
+    std::vector<double> want;
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t h = 0; h < H; ++h) {
+        double sum = (*gate)[t] * (*shared)[t * H + h] + (*residual)[t * H + h];
+        for (int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {
+          sum += (*weights)[s] * (*y)[p.inverse[static_cast<size_t>(s)] * H + h];
+        }
+        want.push_back(sum);
+      }
+    }
+    auto got = same_bits(d, T * H, [&](Buffer& to, int threads) {
+      std::memcpy(to.data(), residual->data(), static_cast<size_t>(T * H * bytes_of(d)));
+      Tail tail{shared->tensor(), gate->tensor(), {}, to.tensor(), {}, 1e-6f, to.output(), {}};
+      combine(y->tensor(), weights->tensor(), p.inverse.data(), T, top_k, H, tail, threads);
+    });
+    close(*got, want, "combine in place");
+  }
+}
+
+// One product large enough for several threads, compared with its own bits.
+class Repeated {
+ public:
+  Repeated() : ids_(random_ids(64, 2, 4)), plan_(ids_, 4) {
+    x_ = random_buffer(Dtype::bf16, 64 * 256);
+    weight_ = random_buffer(Dtype::bf16, 4 * 96 * 256);
+    expected_ = std::make_unique<Buffer>(Dtype::bf16, 128 * 96);
+    run(*expected_, 1);
+  }
+
+  bool agrees(int threads) const {
+    Buffer y(Dtype::bf16, 128 * 96);
+    run(y, threads);
+    return y.same_bits(*expected_);
+  }
+
+ private:
+  void run(Buffer& y, int threads) const {
+    grouped_linear(x_->tensor(), 64, {weight_->data(), Dtype::bf16, 96 * 256, 256}, {}, plan_.buckets(), 128, 4, 96,
+                   256, true, true, y.output(), threads);
+  }
+
+  std::vector<int32_t> ids_;
+  Planned plan_;
+  std::unique_ptr<Buffer> x_, weight_, expected_;
+};
+
+void test_concurrent_callers_and_fork() {
+  context = "callers";
+  Repeated product;
+  bool agreed[4] = {};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&, i] {
+      agreed[i] = true;
+      for (int n = 0; n < 50; ++n) agreed[i] = product.agrees(1 + n % 4) && agreed[i];
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  for (bool ok : agreed) check(ok, "a concurrent caller got other bits");
+
+  context = "fork";
+  pid_t child = fork();
+  if (child == 0) {
+    bool ok = true;
+    for (int n = 0; n < 10; ++n) ok = product.agrees(3) && ok;
+    _exit(ok ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child of a fork computes the same");
+  check(product.agrees(2), "the parent goes on");
+}
+
+// Every 16-bit value comes back as it went in; halfway between two neighbours rounds to the even one.
+void test_conversions() {
+  context = kernels().name + std::string(" conversions");
+  constexpr int64_t kCount = 0x7fff;
+  for (Dtype d : {Dtype::bf16, Dtype::f16}) {
+    std::vector<uint16_t> bits(kCount), back(kCount);
+    for (int64_t i = 0; i < kCount; ++i) bits[static_cast<size_t>(i)] = static_cast<uint16_t>(i);
+    std::vector<float> values(kCount), middles(kCount, 0.0f);
+    kernels().decode(d, bits.data(), values.data(), kCount);
+    kernels().encode(values.data(), d, back.data(), kCount);
+    uint16_t infinity = d == Dtype::bf16 ? 0x7f80 : 0x7c00;
+    for (uint16_t i = 0; i < kCount; ++i) {
+      double want = widen(d, &bits[i]);
+      if (i > infinity) {
+        check(std::isnan(values[i]) && back[i] > infinity, "NaN stays NaN");
+      } else {
+        check(values[i] == want && back[i] == i, "a value changed on the way");
+      }
+      if (i + 1 < infinity) middles[i] = static_cast<float>((want + widen(d, &bits[i + 1u])) / 2);
+    }
+    kernels().encode(middles.data(), d, back.data(), kCount);
+    for (uint16_t i = 0; i + 1 < infinity; ++i) check(back[i] == i + (i & 1), "a tie rounds to even");
+  }
+  float large[4] = {65519, 65520, -65520, 3e38f};
+  uint16_t half[4];
+  kernels().encode(large, Dtype::f16, half, 4);
+  check(half[0] == 0x7bff && half[1] == 0x7c00 && half[2] == 0xfc00 && half[3] == 0x7c00, "f16 overflow");
+}
+
+void test_unknown_isa() {
+  context = "isa";
+  try {
+    set_isa("sse9");
+    fail("an unknown instruction set is refused");
+  } catch (const std::invalid_argument& error) {
+    check(std::strstr(error.what(), "portable") != nullptr, "the message lists what there is");
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_plan();
+  test_unknown_isa();
+  for (const std::string& isa : isas()) {
+    set_isa(isa);
+    test_conversions();
+    test_route();
+    test_glu();
+    test_combine_in_place();
+    test_all_experts();
+    for (Dtype d : kDtypes) {
+      test_gate(d, 5, 70, 37);
+      test_gate(d, 1, 1100, 130);
+      for (int form = 0; form < 4; ++form) {
+        context = isa + " grouped";
+        test_grouped(d, 6, 2, 4, 33, 45, form & 1, form & 2);
+        test_grouped(d, 50, 2, 1, 300, 70, form & 1, form & 2);
+        test_grouped(d, 0, 2, 3, 4, 5, form & 1, form & 2);
+      }
+    }
+    test_concurrent_callers_and_fork();
+    std::printf("%s: %s\n", isa.c_str(), failures == 0 ? "ok" : "failed");
+  }
+  return failures == 0 ? 0 : 1;
+}

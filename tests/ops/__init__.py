@@ -1,0 +1,1 @@
+"""Tests of the ops; a package, so that they share `oracle`."""

@@ -1,0 +1,506 @@
+"""A user's mistake: the right exception, naming the op, the rule and what was got, before any kernel runs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import moefuse
+from moefuse import Activation, Plan, Routing, backends
+from moefuse.ops import select
+from moefuse.testing import cases
+from moefuse.types import ACTIVATION_KINDS, GROUP_SCORES, LAYOUTS, SCORES
+
+T, E, H, I, K = 3, 4, 6, 5, 2
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+def rand(*shape, dtype=F32):
+    return torch.rand(shape).to(dtype)
+
+
+def meta(*shape, dtype=F32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ids_of(rows=T, top_k=K, dtype=torch.int32):
+    return torch.arange(rows * top_k).reshape(rows, top_k).remainder(E).to(dtype)
+
+
+PLAN = moefuse.plan(ids_of(), E, backend="reference")
+ELSEWHERE = Plan(*(t.to("meta") for t in (PLAN.counts, PLAN.offsets, PLAN.order, PLAN.inverse)), PLAN.top_k)
+PLAN_OF_MORE_EXPERTS = moefuse.plan(ids_of(), E + 1, backend="reference")
+PLAN_OF_MORE_TOKENS = moefuse.plan(ids_of(T + 1), E, backend="reference")
+
+
+def route(**changes):
+    moefuse.route(**({"logits": rand(T, E), "routing": Routing(K)} | changes))
+
+
+def gate(**changes):
+    moefuse.gate(**({"x": rand(T, H), "weight": rand(E, H), "routing": Routing(K)} | changes))
+
+
+def plan(**changes):
+    moefuse.plan(**({"ids": ids_of(), "num_experts": E} | changes))
+
+
+def linear(**changes):
+    given = {"x": rand(T, H), "weight": rand(E, I, H), "plan": PLAN, "gather": True, "scatter": True}
+    moefuse.grouped_linear(**(given | changes))
+
+
+def outer(**changes):
+    given = {"grad": rand(T * K, I), "x": rand(T, H), "plan": PLAN, "gather": True, "scatter": True}
+    moefuse.grouped_outer(**(given | changes))
+
+
+def combine(**changes):
+    moefuse.combine(**({"y": rand(T * K, H), "weights": rand(T, K)} | changes))
+
+
+def experts(**changes):
+    given = {
+        "x": rand(T, H),
+        "ids": ids_of(),
+        "weights": rand(T, K),
+        "gate_up": rand(E, 2 * I, H),
+        "down": rand(E, H, I),
+    }
+    moefuse.experts(**(given | changes))
+
+
+def moe(**changes):
+    given = {"x": rand(T, H), "router": rand(E, H), "gate_up": rand(E, 2 * I, H), "down": rand(E, H, I)}
+    moefuse.moe(**(given | {"routing": Routing(K)} | changes))
+
+
+glu = moefuse.glu
+ALL_BACKENDS = ("cpu", "triton", "metal", "reference")
+OUTPUT = torch.full((T, H), 7.0)
+
+#: (call, exception, fragments of the message); keyed by a name
+ROWS = {
+    # Routing
+    "routing-top_k-0": (lambda: Routing(0), ValueError, ("Routing", "top_k must be from 1 to 64", "got 0")),
+    "routing-top_k-65": (lambda: Routing(65), ValueError, ("Routing", "top_k must be from 1 to 64", "got 65")),
+    "routing-top_k-float": (lambda: Routing(2.0), TypeError, ("Routing", "top_k must be an int", "float")),
+    "routing-top_k-bool": (lambda: Routing(True), TypeError, ("Routing", "top_k must be an int", "bool")),
+    "routing-score": (lambda: Routing(2, score="tanh"), ValueError, ("Routing", "score", *SCORES, "'tanh'")),
+    "routing-group_score": (
+        lambda: Routing(2, group_score="mean"), ValueError, ("Routing", "group_score", *GROUP_SCORES, "'mean'")),
+    "routing-scale-nan": (lambda: Routing(2, scale=math.nan), ValueError, ("Routing", "scale must be finite", "nan")),
+    "routing-scale-inf": (lambda: Routing(2, scale=math.inf), ValueError, ("Routing", "scale must be finite", "inf")),
+    "routing-groups-0": (lambda: Routing(2, groups=0), ValueError, ("Routing", "groups=0")),
+    "routing-groups-str": (lambda: Routing(2, groups="4"), TypeError, ("Routing", "groups must be an int", "str")),
+    "routing-top_groups": (
+        lambda: Routing(2, groups=4, top_groups=5), ValueError,
+        ("Routing", "top_groups must be from 1 to", "groups=4", "5")),
+    "routing-softcap-0": (lambda: Routing(2, softcap=0.0), ValueError, ("Routing", "softcap must be positive", "0.0")),
+    "routing-softcap-nan": (lambda: Routing(2, softcap=math.nan), ValueError, ("Routing", "softcap must be positive")),
+    "routing-softcap-inf": (lambda: Routing(2, softcap=math.inf), ValueError, ("Routing", "softcap", "inf")),
+    "routing-softcap-str": (lambda: Routing(2, softcap="30"), TypeError, ("Routing", "softcap", "str")),
+    "routing-scale-str": (lambda: Routing(2, scale="2"), TypeError, ("Routing", "scale", "str")),
+    "routing-norm_floor-inf": (lambda: Routing(2, norm_floor=math.inf), ValueError, ("Routing", "norm_floor", "inf")),
+    "routing-norm_floor": (
+        lambda: Routing(2, norm_floor=-1.0), ValueError, ("Routing", "norm_floor", "negative", "-1.0")),
+    # Activation
+    "activation-kind": (lambda: Activation("swish"), ValueError, ("Activation", "kind", *ACTIVATION_KINDS, "'swish'")),
+    "activation-limit-0": (lambda: Activation("silu", limit=0.0), ValueError, ("Activation", "limit must be positive")),
+    "activation-limit-nan": (lambda: Activation("silu", limit=math.nan), ValueError, ("Activation", "limit")),
+    "activation-alpha-0": (
+        lambda: Activation("swiglu_oai", alpha=0.0), ValueError, ("Activation", "alpha must be positive")),
+    "activation-alpha-negative": (
+        lambda: Activation("swiglu_oai", alpha=-1.0), ValueError, ("Activation", "alpha must be positive")),
+    "activation-alpha-nan": (
+        lambda: Activation("swiglu_oai", alpha=math.nan), ValueError, ("Activation", "alpha must be positive")),
+    "activation-limit-str": (lambda: Activation("silu", limit="7"), TypeError, ("Activation", "limit", "str")),
+    # route
+    "route-rank": (lambda: route(logits=rand(E)), ValueError, ("route", "logits must be [T, E]", "[4]")),
+    "route-rank-3": (lambda: route(logits=rand(1, T, E)), ValueError, ("route", "logits must be [T, E]", "[1, 3, 4]")),
+    "route-int-logits": (lambda: route(logits=ids_of()), TypeError, ("route", "logits must be", "float32", "int32")),
+    "route-complex": (lambda: route(logits=rand(T, E).cfloat()), TypeError, ("route", "logits", "complex64")),
+    "route-list": (lambda: route(logits=[[1.0, 2.0]]), TypeError, ("route", "logits must be a tensor", "list")),
+    "route-numpy": (
+        lambda: route(logits=rand(T, E).numpy()), TypeError, ("route", "logits must be a tensor", "ndarray")),
+    "route-sparse": (
+        lambda: route(logits=rand(T, E).to_sparse()), TypeError, ("route", "logits", "dense", "sparse_coo")),
+    "route-top_k-over-E": (
+        lambda: route(routing=Routing(5)), ValueError, ("route", "top_k must not exceed E=4", "got 5")),
+    "route-E-over-1024": (
+        lambda: route(logits=rand(1, 1025)), ValueError, ("route", "E must be from 1 to 1024", "1025")),
+    "route-E-0": (lambda: route(logits=rand(2, 0)), ValueError, ("route", "E must be from 1 to 1024", "got 0")),
+    "route-groups": (lambda: route(routing=Routing(2, groups=3)), ValueError, ("route", "E=4", "equal groups", "3")),
+    "route-routing-int": (lambda: route(routing=2), TypeError, ("route", "routing must be a Routing", "int")),
+    "route-bias-size": (lambda: route(bias=rand(E + 1)), ValueError, ("route", "bias must be [E=4]", "E=5")),
+    "route-bias-rank": (lambda: route(bias=rand(1, E)), ValueError, ("route", "bias must be [E]", "[1, 4]")),
+    "route-bias-int": (lambda: route(bias=torch.zeros(E, dtype=torch.int64)), TypeError, ("route", "bias", "int64")),
+    "route-bias-device": (lambda: route(bias=meta(E)), ValueError, ("route", "bias must be on cpu", "meta")),
+    "route-scale-size": (
+        lambda: route(per_expert_scale=rand(1)), ValueError, ("route", "per_expert_scale must be [E=4]", "E=1")),
+    "route-scale-float": (
+        lambda: route(per_expert_scale=1.0), TypeError, ("route", "per_expert_scale", "tensor", "float")),
+    "route-float64-mixed": (
+        lambda: route(bias=rand(E, dtype=F64)), TypeError, ("route", "float64 must not be mixed", "bias")),
+    "route-backend": (lambda: route(backend="cuda"), ValueError, ("route", "backend", *ALL_BACKENDS, "'cuda'")),
+    "route-backend-list": (lambda: route(backend=["cpu"]), (TypeError, ValueError), ("route", "backend")),
+    "route-backend-device": (
+        lambda: route(backend="triton"), ValueError, ("route", "'triton'", "cannot run", "not cpu")),
+    # gate
+    "gate-rank": (lambda: gate(x=rand(1, T, H)), ValueError, ("gate", "x must be [T, H]", "[1, 3, 6]")),
+    "gate-int-x": (lambda: gate(x=torch.ones(T, H, dtype=torch.int32)), TypeError, ("gate", "x must be", "int32")),
+    "gate-weight-H": (lambda: gate(weight=rand(E, H + 1)), ValueError, ("gate", "weight must be [E, H=6]", "H=7")),
+    "gate-weight-device": (lambda: gate(weight=meta(E, H)), ValueError, ("gate", "weight must be on cpu", "meta")),
+    "gate-top_k": (lambda: gate(routing=Routing(8)), ValueError, ("gate", "top_k must not exceed E=4", "8")),
+    "gate-E": (lambda: gate(weight=rand(1025, H)), ValueError, ("gate", "E must be from 1 to 1024", "1025")),
+    "gate-norm-size": (lambda: gate(norm_weight=rand(H - 1)), ValueError, ("gate", "norm_weight must be [H=6]", "H=5")),
+    "gate-eps-negative": (lambda: gate(eps=-1e-6), ValueError, ("gate", "eps must not be negative", "-1e-06")),
+    "gate-eps-nan": (lambda: gate(eps=math.nan), ValueError, ("gate", "eps", "nan")),
+    "gate-eps-str": (lambda: gate(eps="1e-6"), TypeError, ("gate", "eps must be a number", "str")),
+    "gate-eps-bool": (lambda: gate(eps=True), TypeError, ("gate", "eps must be a number", "bool")),
+    "gate-bias": (lambda: gate(bias=rand(H)), ValueError, ("gate", "bias must be [E=4]", "E=6")),
+    "gate-logit_bias": (lambda: gate(logit_bias=rand(E - 1)), ValueError, ("gate", "logit_bias must be [E=4]", "E=3")),
+    "gate-scale-device": (
+        lambda: gate(per_expert_scale=meta(E)), ValueError, ("gate", "per_expert_scale must be on cpu", "meta")),
+    "gate-float64-mixed": (
+        lambda: gate(weight=rand(E, H, dtype=F64)), TypeError, ("gate", "float64 must not be mixed", "weight")),
+    "gate-routing": (lambda: gate(routing="softmax"), TypeError, ("gate", "routing must be a Routing", "str")),
+    # plan
+    "plan-float-ids": (lambda: plan(ids=rand(T, K)), TypeError, ("plan", "ids must be int32, int64", "float32")),
+    "plan-grad-ids": (
+        lambda: plan(ids=rand(T, K).requires_grad_()), TypeError, ("plan", "ids must be int32, int64", "float32")),
+    "plan-int16": (lambda: plan(ids=ids_of(dtype=torch.int16)), TypeError, ("plan", "ids", "int16")),
+    "plan-bool": (lambda: plan(ids=ids_of().bool()), TypeError, ("plan", "ids", "bool")),
+    "plan-rank": (lambda: plan(ids=ids_of().flatten()), ValueError, ("plan", "ids must be [T, top_k]", "[6]")),
+    "plan-no-slot": (lambda: plan(ids=ids_of()[:, :0]), ValueError, ("plan", "at least one slot", "[3, 0]")),
+    "plan-E-0": (lambda: plan(num_experts=0), ValueError, ("plan", "num_experts must be from 1 to 1024", "got 0")),
+    "plan-E-1025": (lambda: plan(num_experts=1025), ValueError, ("plan", "num_experts must be from 1 to 1024", "1025")),
+    "plan-E-float": (lambda: plan(num_experts=4.0), TypeError, ("plan", "num_experts must be an int", "float")),
+    "plan-list": (lambda: plan(ids=[[0, 1]]), TypeError, ("plan", "ids must be a tensor", "list")),
+    "plan-backend": (lambda: plan(backend="gpu"), ValueError, ("plan", "backend", *ALL_BACKENDS, "'gpu'")),
+    # grouped_linear
+    "linear-x-rank": (lambda: linear(x=rand(T, K, H)), ValueError, ("grouped_linear", "x must be", "[3, 2, 6]")),
+    "linear-x-rows": (
+        lambda: linear(x=rand(T + 1, H)), ValueError, ("grouped_linear", "x must have 3 or 6 rows", "got 4")),
+    "linear-expert-major-rows": (
+        lambda: linear(gather=False), ValueError, ("grouped_linear", "x must have 6 rows", "got 3")),
+    "linear-weight-rank": (
+        lambda: linear(weight=rand(I, H)), ValueError, ("grouped_linear", "weight must be [E, N, K]", "[5, 6]")),
+    "linear-weight-E": (
+        lambda: linear(weight=rand(E + 1, I, H)), ValueError,
+        ("grouped_linear", "weight must be [E=4, N, K=6]", "E=5")),
+    "linear-weight-K": (
+        lambda: linear(weight=rand(E, H, I)), ValueError, ("grouped_linear", "weight must be [E=4, N, K=6]", "K=5")),
+    "linear-weight-type": (
+        lambda: linear(weight=rand(E, I, H, dtype=BF16)), TypeError,
+        ("grouped_linear", "weight must have the type of x", "bfloat16")),
+    "linear-weight-int": (
+        lambda: linear(weight=torch.ones(E, I, H, dtype=torch.int8)), TypeError, ("grouped_linear", "weight", "int8")),
+    "linear-weight-device": (
+        lambda: linear(weight=meta(E, I, H)), ValueError, ("grouped_linear", "weight must be on cpu", "meta")),
+    "linear-x-device": (lambda: linear(x=meta(T, H)), ValueError, ("grouped_linear", "x must be on cpu", "meta")),
+    "linear-x-int": (lambda: linear(x=torch.ones(T, H).int()), TypeError, ("grouped_linear", "x must be", "int32")),
+    "linear-plan": (lambda: linear(plan=ids_of()), TypeError, ("grouped_linear", "plan must be a Plan", "Tensor")),
+    "linear-bias": (lambda: linear(bias=rand(E, H)), ValueError, ("grouped_linear", "bias must be [E=4, N=5]", "N=6")),
+    "linear-bias-rank": (lambda: linear(bias=rand(I)), ValueError, ("grouped_linear", "bias must be [E, N]", "[5]")),
+    "linear-bias-float64": (
+        lambda: linear(bias=rand(E, I, dtype=F64)), TypeError, ("grouped_linear", "float64 must not be mixed", "bias")),
+    "linear-sparse": (
+        lambda: linear(weight=rand(E, I, H).to_sparse()), TypeError, ("grouped_linear", "weight", "dense")),
+    # grouped_outer
+    "outer-grad-rows": (lambda: outer(grad=rand(T, I)), ValueError, ("grouped_outer", "grad must be [S=6, N]", "S=3")),
+    "outer-x-rows": (
+        lambda: outer(x=rand(T + 2, H)), ValueError, ("grouped_outer", "x must have 3 or 6 rows", "got 5")),
+    "outer-x-type": (
+        lambda: outer(x=rand(T, H, dtype=F16)), TypeError, ("grouped_outer", "x must be float32", "float16")),
+    "outer-plan": (lambda: outer(plan=None), TypeError, ("grouped_outer", "plan must be a Plan", "NoneType")),
+    "outer-grad-device": (lambda: outer(grad=meta(T * K, I)), ValueError, ("grouped_outer", "must be on", "meta")),
+    # glu
+    "glu-name": (lambda: glu(rand(T, H), "swish"), ValueError, (*ACTIVATION_KINDS, "'swish'")),
+    "glu-activation-type": (
+        lambda: glu(rand(T, H), torch.nn.SiLU()), TypeError,
+        ("glu", "activation must be a name or an Activation", "SiLU")),
+    "glu-no-activation": (lambda: glu(rand(T, H)), TypeError, ("glu", "activation must be", "NoneType")),
+    "glu-odd": (lambda: glu(rand(T, 7), "silu"), ValueError, ("glu", "gate_up must have an even last dimension", "7")),
+    "glu-int": (lambda: glu(ids_of(), "silu"), TypeError, ("glu", "gate_up must be", "int32")),
+    "glu-scalar": (lambda: glu(torch.tensor(1.0), "silu"), TypeError, ("glu", "at least one dimension", "[]")),
+    "glu-list": (lambda: glu([1.0, 2.0], "silu"), TypeError, ("glu", "gate_up must be a tensor", "list")),
+    "glu-layout": (lambda: glu(rand(T, H), "silu", layout="split"), ValueError, ("glu", "layout", *LAYOUTS, "'split'")),
+    "glu-up-shape": (lambda: glu(rand(T, H), rand(T, H - 1), "silu"), ValueError, ("glu", "up must be", "=5")),
+    "glu-up-rank": (lambda: glu(rand(T, H), rand(H), "silu"), ValueError, ("glu", "up must be", "[6]")),
+    "glu-up-type": (
+        lambda: glu(rand(T, H), rand(T, H, dtype=F16), "silu"), TypeError, ("glu", "up must be float32", "float16")),
+    "glu-up-device": (lambda: glu(rand(T, H), meta(T, H), "silu"), ValueError, ("glu", "up must be on cpu", "meta")),
+    "glu-up-ungated": (
+        lambda: glu(rand(T, H), rand(T, H), Activation("silu", gated=False)), ValueError,
+        ("glu", "up must not be given", "ungated")),
+    "glu-apart-interleaved": (
+        lambda: glu(rand(T, H), rand(T, H), "silu", layout="interleaved"), ValueError,
+        ("glu", "layout must be halves", "apart")),
+    "glu-backend": (
+        lambda: glu(rand(T, H), "silu", backend="mps"), ValueError, ("glu", "backend", *ALL_BACKENDS, "'mps'")),
+    # combine
+    "combine-y-rows": (lambda: combine(y=rand(T, H)), ValueError, ("combine", "y must be [S=6, H]", "S=3")),
+    "combine-y-rank": (lambda: combine(y=rand(T, K, H)), ValueError, ("combine", "y must be [S, H]", "[3, 2, 6]")),
+    "combine-weights-rank": (
+        lambda: combine(weights=rand(T * K)), ValueError, ("combine", "weights must be [T, top_k]", "[6]")),
+    "combine-weights-int": (lambda: combine(weights=ids_of()), TypeError, ("combine", "weights must be", "int32")),
+    "combine-y-device": (lambda: combine(y=meta(T * K, H)), ValueError, ("combine", "y must be on cpu", "meta")),
+    "combine-inverse-int64": (
+        lambda: combine(inverse=torch.arange(6)), TypeError, ("combine", "inverse must be int32", "int64")),
+    "combine-inverse-size": (
+        lambda: combine(inverse=torch.arange(5).int()), ValueError, ("combine", "inverse must be [S=6]", "S=5")),
+    "combine-float64-mixed": (
+        lambda: combine(y=rand(T * K, H, dtype=F64)), TypeError, ("combine", "float64 must not be mixed")),
+    "combine-residual-float64": (
+        lambda: combine(residual=rand(T, H, dtype=F64)), TypeError,
+        ("combine", "float64 must not be mixed", "residual")),
+    "combine-shared-size": (
+        lambda: combine(shared=rand(T, H + 1)), ValueError, ("combine", "shared must be [T=3, H=6]", "H=7")),
+    "combine-gate-alone": (
+        lambda: combine(shared_gate=rand(T)), ValueError, ("combine", "shared_gate must come with shared")),
+    "combine-logit-alone": (
+        lambda: combine(shared_logit=rand(T)), ValueError, ("combine", "shared_logit must come with shared")),
+    "combine-gate-and-logit": (
+        lambda: combine(shared=rand(T, H), shared_gate=rand(T), shared_logit=rand(T)), ValueError,
+        ("combine", "shared_gate and shared_logit exclude each other")),
+    "combine-gate-shape": (
+        lambda: combine(shared=rand(T, H), shared_gate=rand(T, 1)), ValueError,
+        ("combine", "shared_gate must be [T]", "[3, 1]")),
+    "combine-residual-size": (
+        lambda: combine(residual=rand(1, H)), ValueError, ("combine", "residual must be [T=3, H=6]", "T=1")),
+    "combine-residual-int": (
+        lambda: combine(residual=torch.ones(T, H).long()), TypeError, ("combine", "residual must be", "int64")),
+    "combine-norm-size": (
+        lambda: combine(norm_weight=rand(T)), ValueError, ("combine", "norm_weight must be [H=6]", "H=3")),
+    "combine-eps": (
+        lambda: combine(norm_weight=rand(H), eps=-1.0), ValueError, ("combine", "eps must not be negative", "-1.0")),
+    "combine-out-shape": (
+        lambda: combine(out=rand(T, H + 1)), ValueError, ("combine", "out must be [T=3, H=6]", "H=7")),
+    "combine-out-strides": (
+        lambda: combine(out=rand(H, T).T), ValueError, ("combine", "out must be contiguous", "[1, 3]")),
+    "combine-out-int": (lambda: combine(out=torch.ones(T, H).int()), TypeError, ("combine", "out must be", "int32")),
+    "combine-out-float64": (
+        lambda: combine(out=rand(T, H, dtype=F64)), TypeError, ("combine", "float64 must not be mixed", "out")),
+    "combine-out-device": (lambda: combine(out=meta(T, H)), ValueError, ("combine", "out must be on cpu", "meta")),
+    "combine-out-tuple": (lambda: combine(out=(1,)), TypeError, ("combine", "out must be a tensor", "tuple")),
+    "combine-out-grad": (
+        lambda: combine(y=rand(T * K, H).requires_grad_(), out=OUTPUT), ValueError,
+        ("combine", "out= has no gradients")),
+    "combine-out-grad-out": (
+        lambda: combine(out=rand(T, H).requires_grad_()), ValueError, ("combine", "out= has no gradients")),
+    "combine-normed_out-alone": (
+        lambda: combine(out=OUTPUT, normed_out=rand(T, H)), ValueError,
+        ("combine", "normed_out must come with norm_weight")),
+    "combine-normed_out-shape": (
+        lambda: combine(norm_weight=rand(H), out=OUTPUT, normed_out=rand(T, 1)), ValueError,
+        ("combine", "normed_out must be [T=3, H=6]", "H=1")),
+    "combine-no-slot": (
+        lambda: combine(y=rand(0, H), weights=rand(T, 0)), ValueError, ("combine", "weights", "slot", "[3, 0]")),
+    "combine-H-0": (lambda: combine(y=rand(T * K, 0)), ValueError, ("combine", "H")),
+    "combine-backend": (
+        lambda: combine(out=OUTPUT, backend="x"), ValueError, ("combine", "backend", *ALL_BACKENDS, "'x'")),
+    # experts
+    "experts-x-rank": (lambda: experts(x=rand(1, T, H)), ValueError, ("experts", "x must be [T, H]", "[1, 3, 6]")),
+    "experts-x-int": (lambda: experts(x=torch.ones(T, H).int()), TypeError, ("experts", "x must be", "int32")),
+    "experts-ids-float": (
+        lambda: experts(ids=rand(T, K)), TypeError, ("experts", "ids must be int32, int64", "float32")),
+    "experts-ids-grad": (
+        lambda: experts(ids=rand(T, K).requires_grad_()), TypeError,
+        ("experts", "ids must be int32, int64", "float32")),
+    "experts-ids-rows": (
+        lambda: experts(ids=ids_of(T + 1)), ValueError, ("experts", "ids must be [T=3, top_k]", "T=4")),
+    "experts-ids-device": (
+        lambda: experts(ids=meta(T, K, dtype=torch.int32)), ValueError, ("experts", "ids must be on cpu", "meta")),
+    "experts-weights-shape": (
+        lambda: experts(weights=rand(T, K + 1)), ValueError, ("experts", "weights must be [T=3, top_k=2]", "top_k=3")),
+    "experts-weights-int": (lambda: experts(weights=ids_of()), TypeError, ("experts", "weights must be", "int32")),
+    "experts-down-H": (lambda: experts(down=rand(E, I, H)), ValueError, ("experts", "down must be [E, H=6, I]", "H=5")),
+    "experts-down-rank": (
+        lambda: experts(down=rand(H, I)), ValueError, ("experts", "down must be [E, H, I]", "[6, 5]")),
+    "experts-E": (
+        lambda: experts(down=rand(1025, H, 1), gate_up=rand(1025, 2, H)), ValueError,
+        ("experts", "E must be from 1 to 1024", "1025")),
+    "experts-gate_up-E": (
+        lambda: experts(gate_up=rand(E + 1, 2 * I, H)), ValueError,
+        ("experts", "gate_up must be [E=4, 2I=10, H=6]", "E=5")),
+    "experts-gate_up-ungated": (
+        lambda: experts(gate_up=rand(E, I, H)), ValueError, ("experts", "gate_up must be [E=4, 2I=10, H=6]", "2I=5")),
+    "experts-gate_up-gated": (
+        lambda: experts(activation=Activation("relu2", gated=False)), ValueError,
+        ("experts", "gate_up must be [E=4, I=5, H=6]", "I=10")),
+    "experts-gate_up-odd": (lambda: experts(gate_up=rand(E, 9, H)), ValueError, ("experts", "gate_up must be", "2I=9")),
+    "experts-gate_up-type": (
+        lambda: experts(gate_up=rand(E, 2 * I, H, dtype=BF16)), TypeError,
+        ("experts", "gate_up must have the type of x", "bfloat16")),
+    "experts-down-int": (
+        lambda: experts(down=torch.ones(E, H, I).int()), TypeError, ("experts", "down must be", "int32")),
+    "experts-down-type": (
+        lambda: experts(down=rand(E, H, I, dtype=F16)), TypeError,
+        ("experts", "down must have the type of x", "float16")),
+    "experts-down-device": (
+        lambda: experts(down=meta(E, H, I)), ValueError, ("experts", "down must be on cpu", "meta")),
+    "experts-apart-3": (
+        lambda: experts(gate_up=(rand(E, I, H),) * 3), ValueError,
+        ("experts", "gate_up must be one tensor or (gate, up)", "3")),
+    "experts-apart-size": (
+        lambda: experts(gate_up=(rand(E, I, H), rand(E, I + 1, H))), ValueError,
+        ("experts", "up must be [E=4, I=5, H=6]", "I=6")),
+    "experts-apart-type": (
+        lambda: experts(gate_up=(rand(E, I, H), rand(E, I, H, dtype=F16))), TypeError,
+        ("experts", "up must have the type of x", "float16")),
+    "experts-apart-interleaved": (
+        lambda: experts(gate_up=(rand(E, I, H),) * 2, layout="interleaved"), ValueError,
+        ("experts", "layout must be halves", "apart")),
+    "experts-apart-ungated": (
+        lambda: experts(gate_up=(rand(E, I, H),) * 2, activation=Activation("silu", gated=False)), ValueError,
+        ("experts", "one tensor for an ungated activation")),
+    "experts-gate_up_bias": (
+        lambda: experts(gate_up_bias=rand(E, I)), ValueError, ("experts", "gate_up_bias must be", "=10", "=5")),
+    "experts-down_bias": (
+        lambda: experts(down_bias=rand(E, I)), ValueError, ("experts", "down_bias must be [E=4, H=6]", "H=5")),
+    "experts-bias-float64": (
+        lambda: experts(down_bias=rand(E, H, dtype=F64)), TypeError,
+        ("experts", "float64 must not be mixed", "down_bias")),
+    "experts-layout": (lambda: experts(layout="pairs"), ValueError, ("experts", "layout", *LAYOUTS, "'pairs'")),
+    "experts-activation": (lambda: experts(activation="swish"), ValueError, (*ACTIVATION_KINDS, "'swish'")),
+    "experts-activation-type": (
+        lambda: experts(activation=torch.relu), TypeError, ("experts", "activation must be a name or an Activation")),
+    "experts-plan-type": (lambda: experts(plan=ids_of()), TypeError, ("experts", "plan must be a Plan", "Tensor")),
+    "experts-plan-E": (
+        lambda: experts(plan=PLAN_OF_MORE_EXPERTS), ValueError,
+        ("experts", "plan must fit 6", "of 5 experts")),
+    "experts-plan-S": (
+        lambda: experts(plan=PLAN_OF_MORE_TOKENS), ValueError,
+        ("experts", "plan must fit 6", "8")),
+    "experts-plan-top_k": (
+        lambda: experts(plan=dataclasses.replace(PLAN, top_k=3)), ValueError, ("experts", "plan must fit 6", "top-3")),
+    "experts-shared": (lambda: experts(shared=rand(T, I)), ValueError, ("experts", "shared must be [T=3, H=6]", "H=5")),
+    "experts-gate-alone": (
+        lambda: experts(shared_gate=rand(T)), ValueError, ("experts", "shared_gate must come with shared")),
+    "experts-gate-and-logit": (
+        lambda: experts(shared=rand(T, H), shared_gate=rand(T), shared_logit=rand(T)), ValueError,
+        ("experts", "exclude each other")),
+    "experts-residual": (
+        lambda: experts(residual=rand(T, I)), ValueError, ("experts", "residual must be [T=3, H=6]", "H=5")),
+    "experts-eps": (lambda: experts(eps=-0.5), ValueError, ("experts", "eps must not be negative", "-0.5")),
+    "experts-normed_out-alone": (
+        lambda: experts(normed_out=rand(T, H)), ValueError, ("experts", "normed_out must come with norm_weight")),
+    "experts-out-shape": (lambda: experts(out=rand(T, I)), ValueError, ("experts", "out must be [T=3, H=6]", "H=5")),
+    "experts-out-grad": (
+        lambda: experts(weights=rand(T, K).requires_grad_(), out=OUTPUT), ValueError,
+        ("experts", "out= has no gradients")),
+    "experts-out-strides": (
+        lambda: experts(out=rand(T, 2 * H)[:, ::2]), ValueError, ("experts", "out must be contiguous", "[12, 2]")),
+    "experts-float64-mixed": (
+        lambda: experts(weights=rand(T, K, dtype=F64)), TypeError, ("experts", "float64 must not be mixed", "weights")),
+    "experts-backend": (
+        lambda: experts(out=OUTPUT, backend="tpu"), ValueError, ("experts", "backend", *ALL_BACKENDS, "'tpu'")),
+    "experts-no-slot": (
+        lambda: experts(ids=ids_of()[:, :0], weights=rand(T, 0)), ValueError, ("experts", "ids", "slot", "[3, 0]")),
+    "experts-plan-device": (lambda: experts(plan=ELSEWHERE), ValueError, ("experts", "plan", "on cpu", "meta")),
+    "experts-backend-grad": (
+        lambda: experts(x=rand(T, H).requires_grad_(), backend="tpu"), ValueError,
+        ("experts", "backend", *ALL_BACKENDS, "'tpu'")),
+    # moe: the rules of gate and experts, whichever of the three names the message gives
+    "moe-router-H": (lambda: moe(router=rand(E, I)), ValueError, ("must be [E, H=6]", "H=5")),
+    "moe-top_k": (lambda: moe(routing=Routing(5)), ValueError, ("top_k must not exceed E=4", "5")),
+    "moe-eps": (lambda: moe(eps=-1.0), ValueError, ("eps must not be negative", "-1.0")),
+    "moe-down": (lambda: moe(down=rand(E, I, I)), ValueError, ("down must be [E, H=6, I]", "H=5")),
+    "moe-gate_up": (lambda: moe(gate_up=rand(E, 9, H)), ValueError, ("gate_up must be", "2I=9")),
+    "moe-activation": (lambda: moe(activation="swish"), ValueError, (*ACTIVATION_KINDS, "'swish'")),
+    "moe-next_eps": (lambda: moe(next_eps=-1.0), ValueError, ("eps must not be negative", "-1.0")),
+    "moe-residual": (lambda: moe(residual=rand(T, I)), ValueError, ("residual must be [T=3, H=6]", "H=5")),
+    "moe-out-grad": (lambda: moe(down=rand(E, H, I).requires_grad_(), out=OUTPUT), ValueError, ("no gradients",)),
+    "moe-backend": (lambda: moe(backend="tpu"), ValueError, ("backend", *ALL_BACKENDS, "'tpu'")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """No backend is asked to run anything."""
+    ran = []
+
+    def refuse(*args, **options):
+        ran.append((args, options))
+        raise AssertionError("a kernel ran on bad input")
+
+    select.forget()
+    for name in list(select.REFERENCES):
+        monkeypatch.setitem(select.REFERENCES, name, refuse)
+    runnable = {name for name, _ in cases.runnable()}
+    for module in (row.load() for row in backends.BACKENDS if row.name in runnable):
+        for name in list(module.OPS):
+            monkeypatch.setitem(module.OPS, name, refuse)
+    yield ran
+    select.forget()
+
+
+#: rows that the package does not keep yet; strict, so a repair must strike its name out
+DEFECTS = {
+    "routing-softcap-inf": "taken: every weight becomes NaN",
+    "routing-softcap-str": "Python's own TypeError, which names neither Routing nor softcap",
+    "routing-scale-str": "Python's own TypeError, which names neither Routing nor scale",
+    "routing-norm_floor-inf": "taken: every weight becomes 0",
+    "activation-alpha-0": "ZeroDivisionError when it runs",
+    "activation-alpha-negative": "taken: every result is 0",
+    "activation-alpha-nan": "taken: every result is NaN",
+    "activation-limit-str": "Python's own TypeError, which names neither Activation nor limit",
+    "route-backend-list": "unhashable type, from the cache of choices",
+    "glu-apart-interleaved": "the layout is ignored",
+    "combine-no-slot": "IndexError from the reference",
+    "combine-H-0": "RuntimeError from the reference",
+    "experts-no-slot": "IndexError from the reference",
+    "experts-plan-device": "NotImplementedError from the reference",
+    "experts-backend-grad": "the message names plan, not experts",
+    "moe-down": "the gate has run by then",
+    "moe-gate_up": "the gate has run by then",
+    "moe-activation": "the gate has run by then",
+    "moe-next_eps": "the gate has run by then",
+    "moe-residual": "the gate has run by then",
+    "moe-out-grad": "the gate has run by then",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rejected(name, no_kernel, request):
+    if name in DEFECTS:
+        request.applymarker(pytest.mark.xfail(reason=DEFECTS[name], strict=True))
+    call, exception, fragments = ROWS[name]
+    with pytest.raises(exception) as caught:
+        call()
+    assert not no_kernel, "a kernel ran"
+    message = str(caught.value)
+    for fragment in fragments:
+        assert fragment in message, f"{fragment!r} is not in {message!r}"
+    assert (OUTPUT == 7.0).all(), "out was written"
+
+
+def test_the_valid_calls_are_valid():
+    """Each row changes one thing in a call that works."""
+    for call in (route, gate, plan, linear, outer, combine, experts, moe):
+        call()
+
+
+def test_kernels_are_watched(no_kernel):
+    """The fixture would notice: a good call reaches it."""
+    for call in (route, gate, plan, linear, outer, combine, experts, moe):
+        with pytest.raises(AssertionError, match="a kernel ran"):
+            call()
+    assert len(no_kernel) == 8
+    no_kernel.clear()
+
+
+def test_a_plan_for_other_tokens_is_refused():
+    """A plan made by hand with the wrong lengths does not reach a kernel."""
+    wrong = Plan(PLAN.counts, PLAN.offsets, PLAN.order[:5], PLAN.inverse[:5], PLAN.top_k)
+    with pytest.raises(ValueError, match="experts: plan must fit 6"):
+        experts(plan=wrong)
+
+
+def test_routing_and_activation_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Routing(2).top_k = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Activation("silu").kind = "gelu"

@@ -1,0 +1,32 @@
+"""The case table, crossed with every backend that can run here."""
+
+import pytest
+import torch
+
+from moefuse.testing import cases
+
+EACH = [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case in cases.CASES for dtype in case.dtypes]
+
+
+@pytest.mark.parametrize(("case", "dtype"), EACH)
+def test_case(case, dtype, target, rng):
+    outcome = cases.run(case, dtype, *target, seed=rng.initial_seed())
+    assert outcome.passed, outcome.describe()
+
+
+def test_the_table_reaches_every_op():
+    ops = {"route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts", "moe"}
+    assert {case.op for case in cases.CASES} == ops
+
+
+def test_cases_are_told_apart_by_their_id():
+    assert len({case.id for case in cases.CASES}) == len(cases.CASES)
+
+
+def test_zeros_do_not_pass():
+    """A kernel that writes zeros fails every case that has tokens."""
+    for case in cases.CASES:
+        if case.name in ("no_token", "empty"):
+            continue
+        for name, value in cases._call(case.op, case.inputs(0, torch.float32), "reference").items():
+            assert not value.is_floating_point() or (value != 0).any(), f"{case.id}: {name}"

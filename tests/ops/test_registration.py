@@ -1,0 +1,368 @@
+"""The ops as torch sees them: opcheck, torch.compile with one graph for every T, fake tensors."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moefuse
+from moefuse import Activation, Routing, backends
+from moefuse.ops.activation import flatten as flat_activation
+from moefuse.ops.route import flatten as flat_routing
+
+from . import oracle
+from .oracle import assert_close
+
+T, E, H, I, K = 3, 4, 6, 5, 2
+RULE = flat_routing(Routing(K, scale=1.5, renormalize_after_scale=True))
+SILU = flat_activation(Activation("silu"))
+PLAIN = flat_activation(Activation("gelu_tanh", gated=False))
+IDS = torch.tensor([[0, 1], [2, 9], [3, 3]], dtype=torch.int32)  # a sentinel, a duplicate
+FOUND = torch.tensor([[0, 1], [2, 4], [3, 1]], dtype=torch.int32)  # as route returns them
+
+
+def rand(*shape):
+    return torch.rand(shape) + 0.25
+
+
+def grad(*shape):
+    return rand(*shape).requires_grad_()
+
+
+def turned(*shape):
+    """Of this shape, with the last two dimensions exchanged in memory."""
+    return rand(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def plan_parts():
+    plan = moefuse.plan(IDS, E, backend="reference")
+    return plan.offsets, plan.order
+
+
+def tail(*, tracked, norm=True):
+    """shared, shared_gate, shared_logit, residual, norm_weight, eps of three tokens."""
+    make = grad if tracked else rand
+    return make(T, H), None, make(T), make(T, H), make(H) if norm else None, 1e-6
+
+
+def expert_inputs(apart=False):
+    stacks = (rand(E, I, H), rand(E, I, H)) if apart else (rand(E, 2 * I, H), None)
+    return rand(T, H), IDS, rand(T, K), *stacks, rand(E, H, I), rand(E, 2 * I), rand(E, H), None, None, None
+
+
+#: name of the op, then what is special about the call -> arguments without the backend, which comes last
+CALLS = {
+    "route": lambda: (grad(T, E), None, grad(E), *RULE),
+    "route bias": lambda: (grad(T, E), rand(E), None, *flat_routing(Routing(K, score="sigmoid", groups=2))),
+    "route strided": lambda: (turned(T, E).requires_grad_(), None, grad(E), *RULE),
+    "route_backward": lambda: (rand(T, K), rand(T, E), FOUND, rand(E), *RULE),
+    "route_backward no_scale": lambda: (rand(T, K), rand(T, E), FOUND, None, *RULE),
+    "route_backward strided": lambda: (turned(T, K), turned(T, E), FOUND, rand(E), *RULE),
+    "gate": lambda: (grad(T, H), grad(E, H), grad(H), None, grad(E), grad(E), 1e-6, True, *RULE),
+    "gate plain": lambda: (grad(T, H), grad(E, H), None, None, None, None, 1e-6, False, *RULE),
+    "gate strided": lambda: (
+        turned(T, H).requires_grad_(), turned(E, H).requires_grad_(), grad(H), None, None, None, 1e-6, True, *RULE),
+    "gate_backward": lambda: (
+        rand(T, K), rand(T, H), rand(T, H), rand(E, H), rand(H), rand(E), rand(E), FOUND, 1e-6, *RULE),
+    "gate_backward plain": lambda: (rand(T, K), None, rand(T, H), rand(E, H), None, None, None, FOUND, 1e-6, *RULE),
+    "gate_backward strided": lambda: (
+        rand(T, K), turned(T, H), turned(T, H), turned(E, H), rand(H), None, rand(E), FOUND, 1e-6, *RULE),
+    "plan": lambda: (IDS, E),
+    "plan int64": lambda: (IDS.long().T.contiguous().T, E),
+    "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), *plan_parts(), True, True),
+    "grouped_linear down": lambda: (grad(T * K, H), grad(E, I, H), None, *plan_parts(), False, True),
+    "grouped_linear strided": lambda: (
+        turned(T, H).requires_grad_(), turned(E, I, H).requires_grad_(), grad(E, I), *plan_parts(), True, False),
+    "grouped_outer": lambda: (rand(T * K, I), rand(T, H), *plan_parts(), True, True),
+    "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), *plan_parts(), False, False),
+    "glu": lambda: (grad(T, 2 * I), None, *SILU, "halves"),
+    "glu interleaved": lambda: (grad(T, K, 2 * I), None, *SILU, "interleaved"),
+    "glu apart": lambda: (grad(T, I), grad(T, I), *SILU, "halves"),
+    "glu ungated": lambda: (grad(T, I), None, *PLAIN, "halves"),
+    "glu strided": lambda: (turned(T, 2 * I).requires_grad_(), None, *SILU, "halves"),
+    "glu apart_strided": lambda: (turned(T, I).requires_grad_(), turned(T, I).requires_grad_(), *SILU, "halves"),
+    "glu_backward": lambda: (rand(T, I), rand(T, 2 * I), None, *SILU, "halves"),
+    "glu_backward interleaved": lambda: (rand(T, I), rand(T, 2 * I), None, *SILU, "interleaved"),
+    "glu_backward apart": lambda: (rand(T, I), rand(T, I), rand(T, I), *SILU, "halves"),
+    "glu_backward strided": lambda: (turned(T, I), turned(T, 2 * I), None, *SILU, "halves"),
+    "glu_backward apart_strided": lambda: (turned(T, I), turned(T, I), turned(T, I), *SILU, "halves"),
+    "glu_backward ungated_strided": lambda: (turned(T, I), turned(T, I), None, *PLAIN, "halves"),
+    "combine": lambda: (grad(T * K, H), grad(T, K), None, *tail(tracked=True)),
+    "combine sum": lambda: (grad(T * K, H), grad(T, K), None, None, None, None, None, None, 1e-6),
+    "combine inverse": lambda: (
+        grad(T * K, H), grad(T, K), torch.randperm(T * K).int(), grad(T, H), grad(T), None, None, None, 1e-6),
+    "combine strided": lambda: (
+        turned(T * K, H).requires_grad_(), turned(T, K).requires_grad_(), None, None, None, None,
+        turned(T, H).requires_grad_(), grad(H), 1e-6),
+    "combine_out": lambda: (
+        rand(T * K, H), rand(T, K), None, *tail(tracked=False), torch.zeros(T, H), torch.zeros(T, H)),
+    "combine_out sum": lambda: (
+        rand(T * K, H), rand(T, K), None, *tail(tracked=False, norm=False), torch.zeros(T, H), None),
+    "combine_backward": lambda: (rand(T, H), rand(T, H), rand(T * K, H), rand(T, K), None, *tail(tracked=False)),
+    "combine_backward sum": lambda: (
+        rand(T, H), None, rand(T * K, H), rand(T, K), None, None, None, None, None, None, 1e-6),
+    "combine_backward strided": lambda: (
+        turned(T, H), None, turned(T * K, H), turned(T, K), torch.randperm(T * K).int(), turned(T, H), rand(T), None,
+        turned(T, H), None, 1e-6),
+    "experts": lambda: (*expert_inputs(), *tail(tracked=False), *SILU, "halves"),
+    "experts sum": lambda: (*expert_inputs(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves"),
+    "experts_out": lambda: (
+        *expert_inputs(), *tail(tracked=False), *SILU, "interleaved", torch.zeros(T, H), torch.zeros(T, H)),
+    "experts_out sum": lambda: (
+        *expert_inputs(), *tail(tracked=False, norm=False), *SILU, "halves", torch.zeros(T, H), None),
+}  # fmt: skip
+
+
+def names():
+    """Every op in the namespace."""
+    schemas = torch._C._jit_get_all_schemas()
+    return {s.name.removeprefix("moefuse::") for s in schemas if s.name.startswith("moefuse::")}
+
+
+def test_every_op_is_called():
+    assert names() == {name.split()[0] for name in CALLS}
+
+
+def has(backend, op):
+    """Whether this backend has a kernel of its own for the op."""
+    return all(op in row.load().OPS for row in backends.BACKENDS if row.name == backend)
+
+
+def moved(value, device):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+#: (backend, call) -> what is wrong there; strict, so a repair must strike its line out
+DEFECTS = {
+    ("reference", "route_backward strided"): "d_logits is contiguous, the fake keeps the strides of logits",
+    ("reference", "gate strided"): "normed keeps the strides of x, the fake is contiguous",
+    ("reference", "gate_backward plain"): "one empty tensor is returned twice",
+    ("reference", "glu strided"): "the result keeps the strides of the input, the fake is contiguous",
+    ("reference", "glu apart_strided"): "the result keeps the strides of the input, the fake is contiguous",
+    ("reference", "glu_backward apart_strided"): "d_gate keeps the strides of the input, the fake is contiguous",
+    ("reference", "glu_backward ungated_strided"): "d_gate keeps the strides of the input, the fake is contiguous",
+    ("reference", "combine_backward sum"): "one empty tensor is returned many times",
+    ("reference", "combine_backward strided"): "empty tensors alias; d_residual keeps the strides of d_out",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name, target, request):
+    """Schema, autograd registration, fake tensors (strides too), and aot dispatch with dynamic shapes."""
+    backend, device = target
+    op = name.split()[0]
+    if not has(backend, op.removesuffix("_out")):
+        pytest.skip(f"{backend} leaves {op} to the reference")
+    if (backend, name) in DEFECTS:
+        request.applymarker(pytest.mark.xfail(reason=DEFECTS[backend, name], strict=True))
+    arguments = tuple(moved(value, device) for value in CALLS[name]())
+    torch.library.opcheck(getattr(torch.ops.moefuse, op).default, (*arguments, backend))
+
+
+# torch.compile. Registration is the same whoever runs the op, so these take the backend of a plain call.
+
+
+def token_ids(rows):
+    return torch.arange(rows * K).reshape(rows, K).remainder(E + 1)
+
+
+def make_plan(ids):
+    plan = moefuse.plan(ids, E)
+    return plan.counts, plan.offsets, plan.order, plan.inverse
+
+
+NORM, LOGIT_BIAS = rand(H), rand(E)
+PUBLIC = {
+    "route": (
+        lambda logits, scale: moefuse.route(logits, Routing(K, softcap=9.0), per_expert_scale=scale),
+        lambda rows: (torch.randn(rows, E), rand(E)),
+    ),
+    "gate": (
+        lambda x, weight: moefuse.gate(
+            x, weight, Routing(K, score="sigmoid"), norm_weight=NORM, logit_bias=LOGIT_BIAS, return_normed=True
+        ),
+        lambda rows: (torch.randn(rows, H), torch.randn(E, H)),
+    ),
+    "plan": (make_plan, lambda rows: (token_ids(rows),)),
+    "grouped_linear": (
+        lambda x, weight, bias, ids: moefuse.grouped_linear(
+            x, weight, moefuse.plan(ids, E), gather=True, scatter=False, bias=bias
+        ),
+        lambda rows: (torch.randn(rows, H), torch.randn(E, I, H), torch.randn(E, I), token_ids(rows)),
+    ),
+    "grouped_outer": (
+        lambda d, x, ids: moefuse.grouped_outer(d, x, moefuse.plan(ids, E), gather=True, scatter=True),
+        lambda rows: (torch.randn(rows * K, I), torch.randn(rows, H), token_ids(rows)),
+    ),
+    "glu": (
+        lambda z, gate, up: (moefuse.glu(z, "silu", layout="interleaved"), moefuse.glu(gate, up, "gelu_tanh")),
+        lambda rows: (torch.randn(rows, 2 * I), torch.randn(rows, I), torch.randn(rows, I)),
+    ),
+    "combine": (
+        lambda y, weights, shared, logit, residual, norm: moefuse.combine(
+            y, weights, shared=shared, shared_logit=logit, residual=residual, norm_weight=norm
+        ),
+        lambda rows: (
+            torch.randn(rows * K, H), rand(rows, K), torch.randn(rows, H), torch.randn(rows), torch.randn(rows, H),
+            rand(H),
+        ),
+    ),
+    "experts": (
+        lambda x, ids, weights, gate_up, down: moefuse.experts(x, ids, weights, gate_up, down, activation="gelu"),
+        lambda rows: (
+            torch.randn(rows, H), token_ids(rows), rand(rows, K), torch.randn(E, 2 * I, H), torch.randn(E, H, I),
+        ),
+    ),
+    "moe": (
+        lambda x, router, gate_up, down: moefuse.moe(
+            x, router, gate_up, down, Routing(K), norm_weight=NORM, residual=x, next_norm_weight=NORM
+        ),
+        lambda rows: (torch.randn(rows, H), torch.randn(E, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)),
+    ),
+}  # fmt: skip
+NO_GRADIENT = {"plan", "grouped_outer"}
+
+
+def listed(result):
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def same(got, want):
+    assert got.dtype == want.dtype
+    if got.is_floating_point():
+        assert_close(got, want.double(), oracle.GRADIENT, whole=True)
+    else:
+        assert torch.equal(got, want)
+
+
+def check_compiled(name, backend, gradients, sizes=(11, 17, 13)):
+    """One graph, no recompilation, the eager result for every number of tokens (none of them equal to another size)."""
+    eager, make = PUBLIC[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
+    for first, rows in enumerate(sizes):
+        made = [t.requires_grad_(gradients and t.is_floating_point()) for t in make(rows)]
+        want = listed(eager(*made))
+        with torch.compiler.set_stance("default" if first == 0 else "fail_on_recompile"):
+            got = listed(compiled(*made))
+        for one, other in zip(got, want, strict=True):
+            same(one, other)
+        if gradients:
+            leaves = [t for t in made if t.requires_grad]
+            seeds = [torch.randn_like(t) for t in want if t.requires_grad]
+            for one, other in zip(
+                torch.autograd.grad([t for t in got if t.requires_grad], leaves, seeds),
+                torch.autograd.grad([t for t in want if t.requires_grad], leaves, seeds),
+                strict=True,
+            ):
+                same(one, other)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_compiled(name):
+    check_compiled(name, "aot_eager", gradients=False)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NO_GRADIENT])
+def test_compiled_with_gradients(name):
+    check_compiled(name, "aot_eager", gradients=True, sizes=(11, 13))
+
+
+@pytest.mark.parametrize(("name", "gradients"), [("combine", True), ("moe", False)])
+def test_compiled_by_inductor(name, gradients):
+    check_compiled(name, "inductor", gradients, sizes=(11, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_everything_compiled_by_inductor(name, gradients):
+    check_compiled(name, "inductor", gradients and name not in NO_GRADIENT)
+
+
+@pytest.mark.xfail(reason="glu: the reference keeps the strides of its input, the fake is contiguous", strict=True)
+def test_compiled_on_a_transposed_input():
+    """inductor trusts the strides that the fake implementation promises."""
+
+    def call(z):
+        return moefuse.glu(z, "silu", backend="reference") + 1
+
+    torch._dynamo.reset()
+    z = torch.randn(2 * I, T).T
+    same(torch.compile(call, fullgraph=True, backend="inductor")(z), call(z))
+
+
+def test_compiled_in_place_on_the_residual():
+    def layer(y, weights, stream, norm):
+        _, normed = moefuse.combine(y, weights, residual=stream, norm_weight=norm, out=stream)
+        return normed * 2
+
+    torch._dynamo.reset()
+    y, weights, stream, norm = torch.randn(T * K, H), rand(T, K), torch.randn(T, H), rand(H)
+    other = stream.clone()
+    want = layer(y, weights, stream, norm)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(y, weights, other, norm)
+    same(got, want)
+    same(other, stream)
+    torch._dynamo.reset()
+
+
+def test_bad_input_under_compile():
+    """The message is the same; fullgraph turns it into dynamo's exception."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda logits: moefuse.route(logits, Routing(K)), backend="aot_eager")
+    with pytest.raises(Exception, match="top_k must not exceed E=1"):
+        compiled(torch.randn(T, 1))
+    torch._dynamo.reset()
+
+
+# Fake tensors
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [7, 1, 0])
+def test_fake(name, dtype, rows):
+    """Nothing is computed; shapes, types, strides and devices are those of the real call."""
+    call, make = PUBLIC[name]
+    if dtype == torch.float64 and name in ("gate", "moe"):
+        pytest.skip("the call closes over float32 tensors")
+    made = [t.to(dtype) if t.is_floating_point() else t for t in make(rows)]
+    want = listed(call(*made))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        got = listed(call(*(mode.from_tensor(t) for t in made)))
+    for fake, real in zip(got, want, strict=True):
+        assert type(fake) is not torch.Tensor
+        assert fake.shape == real.shape
+        assert fake.dtype == real.dtype
+        assert fake.stride() == real.stride()
+        assert fake.device == real.device
+
+
+def test_fake_result_types():
+    """A float32 residual makes a float32 result; weights are float32 and ids int32 whatever the model is."""
+    with FakeTensorMode():
+        y, weights = torch.empty(6, H, dtype=torch.bfloat16), torch.empty(T, K)
+        residual, norm = torch.empty(T, H), torch.empty(H)
+        out, normed = moefuse.combine(y, weights, residual=residual, norm_weight=norm)
+        routed, ids = moefuse.route(torch.empty(T, E, dtype=torch.float16), Routing(K))
+        wide, _ = moefuse.route(torch.empty(T, E, dtype=torch.float64), Routing(K))
+    assert (out.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
+    assert (routed.dtype, ids.dtype, wide.dtype) == (torch.float32, torch.int32, torch.float64)
+
+
+def test_a_plain_call_and_a_watched_call_agree():
+    """Calls that nothing watches skip the dispatcher; the result is the same, to the bit."""
+    logits = torch.randn(T, E)
+    plain = moefuse.route(logits, Routing(K))
+    watched = moefuse.route(logits.clone().requires_grad_(), Routing(K))
+    assert torch.equal(plain[0], watched[0].detach())
+    assert torch.equal(plain[1], watched[1])
+    assert plain[0].sum() > 0
+    assert not plain[0].requires_grad
+    with torch.no_grad():
+        assert not moefuse.route(logits.requires_grad_(), Routing(K))[0].requires_grad
+    with torch.inference_mode():
+        assert torch.equal(moefuse.route(logits, Routing(K))[0], plain[0])

@@ -1,0 +1,113 @@
+"""The layout is a rule, and this is the machine that keeps it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moefuse
+
+ROOT = Path(moefuse.__file__).parent
+
+#: room -> rooms it may import; nothing points back
+MAY_IMPORT = {
+    "types": set(),
+    "config": set(),
+    "quant": {"types", "config"},
+    "backends": {"quant", "types", "config"},
+    "ops": {"backends", "quant", "types", "config"},
+    "nn": {"ops", "quant", "types", "config"},
+    "hf": {"nn", "ops", "quant", "types", "config"},
+    "testing": {"nn", "ops", "backends", "quant", "types", "config"},
+    "bench": {"hf", "nn", "ops", "backends", "quant", "types", "config", "testing"},
+    "cli": {"bench", "hf", "nn", "ops", "backends", "quant", "types", "config", "testing"},
+}
+#: rooms above the public surface may use it
+ABOVE_THE_SURFACE = {"hf", "testing", "bench", "cli"}
+
+
+def sources() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The rooms of this package that a file imports; "" is the package itself."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: imports are absolute"
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "moefuse" else [node.module]
+            )
+        else:
+            continue
+        for name in names:
+            parts = (name or "").split(".")
+            if parts[0] == "moefuse":
+                yield parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(path) for path in sources()} - {"__init__"} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    allowed = MAY_IMPORT[room] | {room} | ({""} if room in ABOVE_THE_SURFACE else set())
+    assert set(imported(path)) <= allowed
+
+
+def backend_sources() -> list[Path]:
+    return [path for path in sources() if room_of(path) == "backends"]
+
+
+def test_backends_neither_check_nor_differentiate() -> None:
+    for path in backend_sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                assert ast.unparse(raised) not in ("ValueError", "TypeError"), (
+                    f"{path}: user errors belong to the op page"
+                )
+            if isinstance(node, (ast.Attribute, ast.Name)):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                assert name not in ("autograd", "requires_grad_", "register_autograd"), (
+                    f"{path}: autograd is the op page's"
+                )
+
+
+def test_environment_is_read_in_one_place() -> None:
+    for path in sources():
+        if path.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            assert name not in ("environ", "getenv", "putenv", "environb"), f"{path}: ask moefuse.config"
+
+
+def test_op_pages_stay_pages() -> None:
+    for path in (ROOT / "ops").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 360, f"{path.name} is no longer a page"
+
+
+def test_import_is_light() -> None:
+    heavy = "{'triton', 'transformers', 'matplotlib', 'typer', 'rich', 'gguf', 'nanobind'}"
+    code = f"import sys, torch; before = set(sys.modules); import moefuse; print({heavy} & (set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_version_is_the_installed_one() -> None:
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    assert f"## {moefuse.__version__}" in changelog

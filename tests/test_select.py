@@ -1,0 +1,75 @@
+"""Selection: who runs, who does not, and what is said about it."""
+
+import logging
+
+import pytest
+import torch
+
+import moefuse
+from moefuse import backends
+from moefuse.ops import select
+
+LOGITS = torch.randn(2, 8)
+ROUTING = moefuse.Routing(top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    select.forget()
+
+
+def test_explicit_reference() -> None:
+    chosen = select.select("route", LOGITS, "reference")
+    assert chosen.backend == "reference"
+    assert [d.backend for d in chosen.decisions if not d.accepted] == [row.name for row in backends.BACKENDS]
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"route: backend= must be one of cpu, triton, metal, reference, got 'cudnn'"):
+        moefuse.route(LOGITS, ROUTING, backend="cudnn")
+
+
+def test_explicit_choice_that_cannot_run_raises_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"route: backend 'metal' \(backend=\) cannot run this call: it runs on mps"):
+        moefuse.route(LOGITS, ROUTING, backend="metal")
+
+
+def test_environment_beats_the_default_and_argument_beats_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
+    assert select.select("route", LOGITS, None).backend == "reference"
+    monkeypatch.setenv("MOEFUSE_BACKEND", "metal")
+    with pytest.raises(ValueError, match="MOEFUSE_BACKEND"):
+        moefuse.route(LOGITS, ROUTING)
+    assert select.select("route", LOGITS, "reference").backend == "reference"
+
+
+def test_float64_moves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "moefuse"):
+        for _ in range(3):
+            assert select.select("route", LOGITS.double(), None).backend == "reference"
+    assert len(caplog.records) == 1
+
+
+def test_a_backend_that_fails_to_load_is_not_read_as_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: backends.Backend) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(backends.Backend, "missing", broken)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        moefuse.route(LOGITS, ROUTING)
+
+
+def test_a_missing_build_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(backends.Backend, "missing", lambda _: "the native library is not there")
+    with caplog.at_level(logging.WARNING, "moefuse"):
+        weights, _ = moefuse.route(LOGITS, ROUTING)
+    assert "the native library is not there" in caplog.text
+    assert weights.shape == (2, 2)
+
+
+def test_backward_pieces_fall_back_when_the_forward_was_explicit(target: tuple[str, str]) -> None:
+    backend, device = target
+    logits = LOGITS.to(device).requires_grad_()
+    weights, _ = moefuse.route(logits, ROUTING, backend=backend)
+    weights[:, 0].sum().backward()
+    assert logits.grad.abs().sum() > 0
