@@ -34,6 +34,20 @@ def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> Non
         raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")
 
 
+def _finite(owner: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{owner}: {name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{owner}: {name} must be finite, got {value}")
+
+
+def _positive(owner: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{owner}: {name} must be a number, got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{owner}: {name} must be positive, got {value}")
+
+
 @dataclass(frozen=True)
 class Routing:
     """How scores become experts and weights.
@@ -78,18 +92,19 @@ class Routing:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"Routing: {name} must be an int, got {type(value).__name__}")
-        if not math.isfinite(self.scale):
-            raise ValueError(f"Routing: scale must be finite, got {self.scale}")
+        _finite("Routing", "scale", self.scale)
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"Routing: top_k must be from 1 to {MAX_TOP_K}, got {self.top_k}")
         if not 1 <= self.top_groups <= self.groups:
             raise ValueError(f"Routing: top_groups must be from 1 to groups={self.groups}, got {self.top_groups}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"Routing: softcap must be positive, got {self.softcap}")
+        if self.softcap is not None:
+            _positive("Routing", "softcap", self.softcap)
         if self.norm_floor is None:
             object.__setattr__(self, "norm_floor", _NORM_FLOOR[self.score])
-        elif not self.norm_floor >= 0:
-            raise ValueError(f"Routing: norm_floor must not be negative, got {self.norm_floor}")
+        else:
+            _finite("Routing", "norm_floor", self.norm_floor)
+            if self.norm_floor < 0:
+                raise ValueError(f"Routing: norm_floor must not be negative, got {self.norm_floor}")
 
 
 @dataclass(frozen=True)
@@ -114,8 +129,8 @@ class Activation:
 
     def __post_init__(self) -> None:
         _one_of("Activation", "kind", self.kind, ACTIVATION_KINDS)
-        if not self.limit > 0:
-            raise ValueError(f"Activation: limit must be positive, got {self.limit}")
+        _positive("Activation", "alpha", self.alpha)
+        _positive("Activation", "limit", self.limit)
 
     @staticmethod
     def of(activation: str | Activation) -> Activation:

@@ -437,36 +437,8 @@ def no_kernel(monkeypatch):
     select.forget()
 
 
-#: rows that the package does not keep yet; strict, so a repair must strike its name out
-DEFECTS = {
-    "routing-softcap-inf": "taken: every weight becomes NaN",
-    "routing-softcap-str": "Python's own TypeError, which names neither Routing nor softcap",
-    "routing-scale-str": "Python's own TypeError, which names neither Routing nor scale",
-    "routing-norm_floor-inf": "taken: every weight becomes 0",
-    "activation-alpha-0": "ZeroDivisionError when it runs",
-    "activation-alpha-negative": "taken: every result is 0",
-    "activation-alpha-nan": "taken: every result is NaN",
-    "activation-limit-str": "Python's own TypeError, which names neither Activation nor limit",
-    "route-backend-list": "unhashable type, from the cache of choices",
-    "glu-apart-interleaved": "the layout is ignored",
-    "combine-no-slot": "IndexError from the reference",
-    "combine-H-0": "RuntimeError from the reference",
-    "experts-no-slot": "IndexError from the reference",
-    "experts-plan-device": "NotImplementedError from the reference",
-    "experts-backend-grad": "the message names plan, not experts",
-    "moe-down": "the gate has run by then",
-    "moe-gate_up": "the gate has run by then",
-    "moe-activation": "the gate has run by then",
-    "moe-next_eps": "the gate has run by then",
-    "moe-residual": "the gate has run by then",
-    "moe-out-grad": "the gate has run by then",
-}
-
-
 @pytest.mark.parametrize("name", ROWS)
-def test_rejected(name, no_kernel, request):
-    if name in DEFECTS:
-        request.applymarker(pytest.mark.xfail(reason=DEFECTS[name], strict=True))
+def test_rejected(name, no_kernel):
     call, exception, fragments = ROWS[name]
     with pytest.raises(exception) as caught:
         call()

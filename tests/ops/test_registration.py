@@ -133,29 +133,13 @@ def moved(value, device):
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 
-#: (backend, call) -> what is wrong there; strict, so a repair must strike its line out
-DEFECTS = {
-    ("reference", "route_backward strided"): "d_logits is contiguous, the fake keeps the strides of logits",
-    ("reference", "gate strided"): "normed keeps the strides of x, the fake is contiguous",
-    ("reference", "gate_backward plain"): "one empty tensor is returned twice",
-    ("reference", "glu strided"): "the result keeps the strides of the input, the fake is contiguous",
-    ("reference", "glu apart_strided"): "the result keeps the strides of the input, the fake is contiguous",
-    ("reference", "glu_backward apart_strided"): "d_gate keeps the strides of the input, the fake is contiguous",
-    ("reference", "glu_backward ungated_strided"): "d_gate keeps the strides of the input, the fake is contiguous",
-    ("reference", "combine_backward sum"): "one empty tensor is returned many times",
-    ("reference", "combine_backward strided"): "empty tensors alias; d_residual keeps the strides of d_out",
-}
-
-
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name, target, request):
+def test_opcheck(name, target):
     """Schema, autograd registration, fake tensors (strides too), and aot dispatch with dynamic shapes."""
     backend, device = target
     op = name.split()[0]
     if not has(backend, op.removesuffix("_out")):
         pytest.skip(f"{backend} leaves {op} to the reference")
-    if (backend, name) in DEFECTS:
-        request.applymarker(pytest.mark.xfail(reason=DEFECTS[backend, name], strict=True))
     arguments = tuple(moved(value, device) for value in CALLS[name]())
     torch.library.opcheck(getattr(torch.ops.moefuse, op).default, (*arguments, backend))
 
@@ -282,7 +266,6 @@ def test_everything_compiled_by_inductor(name, gradients):
     check_compiled(name, "inductor", gradients and name not in NO_GRADIENT)
 
 
-@pytest.mark.xfail(reason="glu: the reference keeps the strides of its input, the fake is contiguous", strict=True)
 def test_compiled_on_a_transposed_input():
     """inductor trusts the strides that the fake implementation promises."""
 

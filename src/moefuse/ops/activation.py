@@ -74,6 +74,8 @@ def check(gate_up: Any, up: Any, activation: Activation, layout: str) -> None:
     if up is not None:
         if not activation.gated:
             raise ValueError("glu: up must not be given for an ungated activation, got a tensor")
+        if layout != "halves":
+            raise ValueError(f"glu: layout must be halves when gate and up come apart, got {layout!r}")
         check_tensor("glu", "up", up, dims, dtypes=(gate_up.dtype,), like=gate_up)
     elif activation.gated and gate_up.shape[-1] % 2 != 0:
         raise ValueError(f"glu: gate_up must have an even last dimension, got {gate_up.shape[-1]}")
@@ -182,7 +184,7 @@ def glu_reference(gate_up: Tensor, up: Tensor | None, activation: Activation, la
         oai = activation.kind == "swiglu_oai"
         value = _sigmoid_unit(g, activation.alpha if oai else 1.0)[0]
         out = value if u is None else value * (u + 1 if oai else u)
-    return out.to(gate_up.dtype)
+    return out.to(gate_up.dtype).contiguous()
 
 
 def _partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
@@ -208,10 +210,10 @@ def glu_backward_reference(
     """Gradients of gate_up, in the forward's layout, and of up (empty when it was not apart)."""
     g, u = _split(gate_up, up, activation, layout)
     by_gate, by_up = _partials(g, u, activation)
-    d_gate = (widen(grad) * by_gate).to(gate_up.dtype)
+    d_gate = (widen(grad) * by_gate).to(gate_up.dtype).contiguous()
     if by_up is None:
         return d_gate, grad.new_empty(0)
-    d_up = (widen(grad) * by_up).to(gate_up.dtype)
+    d_up = (widen(grad) * by_up).to(gate_up.dtype).contiguous()
     if up is not None:
         return d_gate, d_up
     if layout == "halves":

@@ -85,8 +85,12 @@ def combine(
 
 def check(y: Any, weights: Any, inverse: Any) -> None:
     check_tensor("combine", "weights", weights, {"T": None, "top_k": None})
+    if weights.shape[1] < 1:
+        raise ValueError(f"combine: weights must have at least one slot per token, got shape {list(weights.shape)}")
     S = weights.shape[0] * weights.shape[1]
     check_tensor("combine", "y", y, {"S": S, "H": None}, like=weights)
+    if y.shape[1] < 1:
+        raise ValueError(f"combine: y must have H of at least 1, got shape {list(y.shape)}")
     if inverse is not None:
         check_tensor("combine", "inverse", inverse, {"S": S}, dtypes=(torch.int32,), like=y)
     check_float64("combine", {"y": y, "weights": weights})
@@ -199,8 +203,7 @@ def combine_backward_reference(
     """Gradients of y, weights, shared, shared_gate, shared_logit, residual and norm_weight; empty where None."""
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
     T = weights.shape[0]
-    none = y.new_empty(0)
-    d, d_norm_weight = widen(d_out), none
+    d, d_norm_weight = widen(d_out).contiguous(), y.new_empty(0)
     if d_normed is not None and norm_weight is not None:
         total = _summed(y, weights, inverse, tail)
         d_total, d_norm = norm_backward(widen(d_normed), total, norm_weight, eps)
@@ -210,7 +213,7 @@ def combine_backward_reference(
     d_y = (widen(weights).unsqueeze(-1) * d.unsqueeze(1)).reshape(y.shape).to(y.dtype)
     if inverse is not None:
         d_y = torch.empty_like(d_y).index_copy_(0, inverse.long(), d_y)
-    d_shared = d_gate = d_logit = none
+    d_shared, d_gate, d_logit = (y.new_empty(0) for _ in range(3))
     if shared is not None:
         factor = _shared_factor(tail)
         d_shared = (d if factor is None else factor * d).to(shared.dtype)
@@ -220,7 +223,7 @@ def combine_backward_reference(
         if shared_logit is not None and factor is not None:
             d_logit = (along * (factor * (1 - factor)).squeeze(1)).to(shared_logit.dtype)
     # A custom op must not return its input, hence the copy.
-    d_residual = none if residual is None else d.to(residual.dtype, copy=True)
+    d_residual = y.new_empty(0) if residual is None else d.to(residual.dtype, copy=True)
     return d_y, d_weights, d_shared, d_gate, d_logit, d_residual, d_norm_weight
 
 

@@ -78,11 +78,14 @@ def experts(
     activation = check_activation("experts", activation)
     first, up = _apart(gate_up)
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
-    check(x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan)
+    check_stacks("experts", x, first, up, down, activation, gate_up_bias, down_bias, layout)
+    check("experts", x, ids, weights, down.shape[0], plan)
     check_tail("experts", tail, x.shape[0], x)
     inputs = (x, weights, first, up, down, gate_up_bias, down_bias, *tail[:5])
     if out is None and normed_out is None:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            if not torch.compiler.is_compiling():
+                select("experts", x, backend)  # an explicit choice that cannot run is refused in this op's name
             return _composed(
                 x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
             )
@@ -147,6 +150,14 @@ def moe(
     >>> moe(x, router, gate_up, down, Routing(top_k=1), activation="relu", residual=x)
     tensor([[ 5., 42.]])
     """
+    # What gate does not look at is checked before gate runs.
+    first, up = _apart(gate_up)
+    tail = Tail(shared, shared_gate, shared_logit, residual, next_norm_weight, next_eps)
+    check_stacks("moe", x, first, up, down, check_activation("moe", activation), gate_up_bias, down_bias, layout)
+    check_tail("moe", tail, x.shape[0], x)
+    if out is not None or normed_out is not None:
+        inputs = (x, router, norm_weight, per_expert_scale, first, up, down, gate_up_bias, down_bias, *tail[:5])
+        out, normed_out = prepare_out("moe", tail, x.shape[0], x, out, normed_out, inputs)
     weights, ids, normed = gate(
         x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
         per_expert_scale=per_expert_scale, return_normed=True, backend=backend,
@@ -166,10 +177,26 @@ def _apart(gate_up: Any) -> tuple[Any, Any]:
     return gate_up
 
 
-def check(
+def check(op: str, x: Any, ids: Any, weights: Any, num_experts: int, plan: Any) -> None:
+    """Which expert each token goes to; x and the number of experts are checked already."""
+    T = x.shape[0]
+    check_tensor(op, "ids", ids, {"T": T, "top_k": None}, dtypes=INTEGERS, like=x)
+    if ids.shape[1] < 1:
+        raise ValueError(f"{op}: ids must have at least one slot per token, got shape {list(ids.shape)}")
+    check_tensor(op, "weights", weights, {"T": T, "top_k": ids.shape[1]}, like=x)
+    check_float64(op, {"x": x, "weights": weights})
+    if plan is not None:
+        check_instance(op, "plan", plan, Plan)
+        if plan.num_experts != num_experts or plan.assignments != ids.numel() or plan.top_k != ids.shape[1]:
+            got = f"one for {plan.assignments} in top-{plan.top_k} of {plan.num_experts} experts"
+            raise ValueError(f"{op}: plan must fit {ids.numel()} assignments of {num_experts} experts, got {got}")
+        if plan.order.device != x.device:
+            raise ValueError(f"{op}: plan must be on {x.device} like the rest, got {plan.order.device}")
+
+
+def check_stacks(
+    op: str,
     x: Any,
-    ids: Any,
-    weights: Any,
     gate_up: Any,
     up: Any,
     down: Any,
@@ -177,13 +204,10 @@ def check(
     gate_up_bias: Any,
     down_bias: Any,
     layout: str,
-    plan: Any,
 ) -> None:
-    op = "experts"
+    """The experts' weights, against x and each other."""
     check_tensor(op, "x", x, {"T": None, "H": None})
-    T, H = x.shape
-    check_tensor(op, "ids", ids, {"T": T, "top_k": None}, dtypes=INTEGERS, like=x)
-    check_tensor(op, "weights", weights, {"T": T, "top_k": ids.shape[1]}, like=x)
+    H = x.shape[1]
     check_tensor(op, "down", down, {"E": None, "H": H, "I": None}, like=x)
     E, _, I = down.shape
     if not 1 <= E <= MAX_EXPERTS:
@@ -204,12 +228,7 @@ def check(
             raise TypeError(f"{op}: {name} must have the type of x, {x.dtype}, got {stack.dtype}")
     check_optional(op, "gate_up_bias", gate_up_bias, {"E": E, "rows": rows}, x)
     check_optional(op, "down_bias", down_bias, {"E": E, "H": H}, x)
-    check_float64(op, {"x": x, "weights": weights, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
-    if plan is not None:
-        check_instance(op, "plan", plan, Plan)
-        if plan.num_experts != E or plan.assignments != ids.numel() or plan.top_k != ids.shape[1]:
-            got = f"one for {plan.assignments} in top-{plan.top_k} of {plan.num_experts} experts"
-            raise ValueError(f"{op}: plan must fit {ids.numel()} assignments of {E} experts, got {got}")
+    check_float64(op, {"x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
 
 
 def _mask(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:

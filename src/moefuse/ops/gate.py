@@ -110,7 +110,7 @@ def gate_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed = _norm(x, norm_weight, eps)
     weights, ids = route_reference(_logits(normed, weight, logit_bias), bias, per_expert_scale, routing)
-    return weights, ids, normed.to(x.dtype) if return_normed else x.new_empty(0)
+    return weights, ids, normed.to(x.dtype).contiguous() if return_normed else x.new_empty(0)
 
 
 def gate_backward_reference(
@@ -126,17 +126,16 @@ def gate_backward_reference(
     routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, norm_weight, logit_bias and per_expert_scale; empty where the input was None."""
-    none = x.new_empty(0)
     normed = _norm(x, norm_weight, eps)
     logits = _logits(normed, weight, logit_bias)
     d_logits, d_scale = route_backward_reference(d_weights, logits, ids, per_expert_scale, routing)
-    d_logit_bias = none if logit_bias is None else d_logits.sum(0).to(logit_bias.dtype)
+    d_logit_bias = x.new_empty(0) if logit_bias is None else d_logits.sum(0).to(logit_bias.dtype)
     d_router = (d_logits.T @ normed).to(weight.dtype)
     d = d_logits @ widen(weight)
     if d_normed is not None:
         d = d + widen(d_normed)
     if norm_weight is None:
-        return d.to(x.dtype), d_router, none, d_logit_bias, d_scale
+        return d.to(x.dtype), d_router, x.new_empty(0), d_logit_bias, d_scale
     d_x, d_norm_weight = norm_backward(d, x, norm_weight, eps)
     return d_x.to(x.dtype), d_router, d_norm_weight.to(norm_weight.dtype), d_logit_bias, d_scale
 

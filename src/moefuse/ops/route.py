@@ -188,7 +188,7 @@ def route_backward_reference(
     if routing.renormalize:
         grad = _through_sum(grad, selected, routing)
     d_scores = torch.zeros_like(scores).scatter_add_(1, slots, grad.masked_fill(~live, 0))
-    return _through_score(d_scores, finite, scores, routing).to(logits.dtype), d_scale
+    return _through_score(d_scores, finite, scores, routing).to(logits.dtype).contiguous(), d_scale
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
@@ -198,10 +198,11 @@ def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Ro
         d_logits = d_scores * scores * (1 - scores)
     else:
         capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
-        d_logits = d_scores * torch.sigmoid(capped) / (2 * scores)
+        # A score that underflowed to zero has no slope left.
+        d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
-    return d_logits.masked_fill(logits == -torch.inf, 0).nan_to_num(nan=0.0)
+    return d_logits.masked_fill(logits == -torch.inf, 0)
 
 
 def _route_kernel(logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, *rest: Any) -> Any:
@@ -221,7 +222,7 @@ def _route_backward_kernel(grad: Tensor, logits: Tensor, ids: Tensor, scale: Ten
 
 
 def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *_: Any) -> Any:
-    return torch.empty_like(logits), logits.new_empty(0) if scale is None else torch.empty_like(scale)
+    return logits.new_empty(logits.shape), logits.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

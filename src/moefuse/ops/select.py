@@ -89,6 +89,8 @@ def _chosen(op: str, device: str, dtype: torch.dtype, backend: str | None, force
 
 def select(op: str, like: torch.Tensor, backend: str | None) -> Selection:
     """The backend that runs ``op`` on tensors like ``like``."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"{op}: backend must be a name, got {type(backend).__name__}")
     return _chosen(op, like.device.type, like.dtype, backend, config.backend())
 
 
