@@ -46,10 +46,13 @@ int64_t select_largest(const float* keys, int64_t n, int64_t limit, int32_t* pic
   return count;
 }
 
-void divide_by_sum(float* weights, int64_t n, float floor) {
+double sum_of(const float* weights, int64_t n) {
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += weights[i];
-  float divisor = std::max(static_cast<float>(sum), floor);
+  return sum;
+}
+
+void divide(float* weights, int64_t n, float divisor) {
   for (int64_t i = 0; i < n; ++i) weights[i] /= divisor;
 }
 
@@ -118,12 +121,15 @@ void Router::row(const float* logits, float* weights, int32_t* ids) const {
     ids[j] = static_cast<int32_t>(E_);
     weights[j] = 0;
   }
-  if (r_.renormalize) divide_by_sum(weights, count, r_.norm_floor);
+  if (r_.renormalize) divide(weights, count, std::max(static_cast<float>(sum_of(weights, count)), r_.norm_floor));
   for (int64_t j = 0; j < count; ++j) {
     weights[j] *= r_.scale;
     if (!scale_.empty()) weights[j] *= scale_[static_cast<size_t>(picked[j])];
   }
-  if (r_.renormalize_after_scale) divide_by_sum(weights, count, r_.norm_floor);
+  if (r_.renormalize_after_scale) {
+    float sum = static_cast<float>(sum_of(weights, count));
+    divide(weights, count, sum == 0 ? 1 : sum);
+  }
 }
 
 void route(Tensor logits, Tensor bias, Tensor per_expert_scale, int64_t T, int64_t E, const Routing& routing,

@@ -61,16 +61,16 @@ class Routing:
         top_groups: groups kept when ``groups > 1``.
         group_score: a group's value: its largest score, or the sum of its two largest.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before scoring.
-        norm_floor: smallest divisor when renormalising; the default depends on ``score``.
+        norm_floor: smallest divisor when renormalising; the default depends on ``score``, and ``floor`` is the one used.
         renormalize_after_scale: divide by the sum once more after every scale.
 
     Example: Qwen3-MoE, DeepSeek-V3 and Mixtral.
 
     >>> Routing(top_k=8).score
     'softmax'
-    >>> Routing(top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4, group_score="top2_sum").norm_floor
+    >>> Routing(top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4, group_score="top2_sum").floor
     1e-20
-    >>> Routing(top_k=2, renormalize=True).norm_floor == 2.0**-14
+    >>> Routing(top_k=2, renormalize=True).floor == 2.0**-14
     True
     """
 
@@ -99,12 +99,15 @@ class Routing:
             raise ValueError(f"Routing: top_groups must be from 1 to groups={self.groups}, got {self.top_groups}")
         if self.softcap is not None:
             _positive("Routing", "softcap", self.softcap)
-        if self.norm_floor is None:
-            object.__setattr__(self, "norm_floor", _NORM_FLOOR[self.score])
-        else:
+        if self.norm_floor is not None:
             _finite("Routing", "norm_floor", self.norm_floor)
             if self.norm_floor < 0:
                 raise ValueError(f"Routing: norm_floor must not be negative, got {self.norm_floor}")
+
+    @property
+    def floor(self) -> float:
+        """The smallest divisor when renormalising."""
+        return _NORM_FLOOR[self.score] if self.norm_floor is None else self.norm_floor
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,12 @@ def route_row(
     ids = sorted(alive, key=lambda e: (-key[e], e))[:top_k]
     weights = [scores[e] for e in ids]
     if routing.renormalize:
-        weights = [w / max(math.fsum(weights), routing.norm_floor) for w in weights]
+        weights = [w / max(math.fsum(weights), routing.floor) for w in weights]
     weights = [
         w * routing.scale * (per_expert_scale[e] if per_expert_scale else 1) for w, e in zip(weights, ids, strict=True)
     ]
     if routing.renormalize_after_scale:
-        weights = [w / max(math.fsum(weights), routing.norm_floor) for w in weights]
+        weights = [w / (math.fsum(weights) or 1.0) for w in weights]
     short = top_k - len(ids)
     return weights + [0.0] * short, ids + [E] * short
 

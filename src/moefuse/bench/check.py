@@ -23,7 +23,7 @@ _PEER_TOLERANCE = {
 
 def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     """That of the case table; in float32 grown with the length of the sums, which the table keeps short."""
-    base = tolerance_of("out", torch.empty(0), dtype)
+    base = tolerance_of("experts", "out", torch.empty(0), dtype)
     if dtype != torch.float32:
         return base
     growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))

@@ -140,27 +140,24 @@ def _scale_of(ids: Tensor, per_expert_scale: Tensor | None, routing: Routing) ->
     return routing.scale * widen(per_expert_scale)[ids.clamp(max=per_expert_scale.shape[0] - 1)]
 
 
-def _floor(routing: Routing) -> float:
-    assert routing.norm_floor is not None, "Routing fills it in"
-    return routing.norm_floor
-
-
-def _sum_floor(values: Tensor, routing: Routing) -> Tensor:
-    return values.sum(-1, keepdim=True).clamp(min=_floor(routing))
+def _divisor(values: Tensor, floor: float | None) -> tuple[Tensor, Tensor]:
+    """The sum to divide by, and where it is the true one: held up by ``floor``, or without one 1 in place of 0."""
+    total = values.sum(-1, keepdim=True)
+    true = total != 0 if floor is None else total > floor
+    return torch.where(true, total, 1.0 if floor is None else floor), true
 
 
 def _weigh(selected: Tensor, scale: Tensor | float, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """Selected scores to (shares, scaled shares, weights)."""
-    shares = selected / _sum_floor(selected, routing) if routing.renormalize else selected
+    shares = selected / _divisor(selected, routing.floor)[0] if routing.renormalize else selected
     scaled = shares * scale
-    return shares, scaled, scaled / _sum_floor(scaled, routing) if routing.renormalize_after_scale else scaled
+    return shares, scaled, scaled / _divisor(scaled, None)[0] if routing.renormalize_after_scale else scaled
 
 
-def _through_sum(grad: Tensor, values: Tensor, routing: Routing) -> Tensor:
-    """Gradient of ``values / max(sum(values), floor)``."""
-    total = _sum_floor(values, routing)
-    above = values.sum(-1, keepdim=True) > _floor(routing)
-    return (grad - ((grad * values).sum(-1, keepdim=True) / total).where(above, 0)) / total
+def _through_divisor(grad: Tensor, values: Tensor, floor: float | None) -> Tensor:
+    """Gradient of ``values`` divided by `_divisor`."""
+    total, true = _divisor(values, floor)
+    return (grad - ((grad * values).sum(-1, keepdim=True) / total).where(true, 0)) / total
 
 
 def route_backward_reference(
@@ -179,14 +176,14 @@ def route_backward_reference(
 
     grad = widen(grad).masked_fill(~live, 0)
     if routing.renormalize_after_scale:
-        grad = _through_sum(grad, scaled, routing)
+        grad = _through_divisor(grad, scaled, None)
     d_scale = logits.new_zeros(0)
     if per_expert_scale is not None:
         per_slot = (grad * shares * routing.scale).masked_fill(~live, 0)
         d_scale = per_slot.new_zeros(E).index_add_(0, slots.flatten(), per_slot.flatten()).to(per_expert_scale.dtype)
     grad = grad * scale
     if routing.renormalize:
-        grad = _through_sum(grad, selected, routing)
+        grad = _through_divisor(grad, selected, routing.floor)
     d_scores = torch.zeros_like(scores).scatter_add_(1, slots, grad.masked_fill(~live, 0))
     return _through_score(d_scores, finite, scores, routing).to(logits.dtype).contiguous(), d_scale
 

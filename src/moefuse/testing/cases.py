@@ -30,6 +30,7 @@ _TOLERANCE = {
         1e-3, 8e-4, "half a unit is 2**-12; hidden row, expert output and result round, experts may cancel"
     ),
 }
+_GATE = Tolerance(3e-6, 3e-6, "the absolute error of a logit, an f32 sum of products, is the relative one of its weight")
 # A gradient passes through two or three more products than its forward, each adding an error of its own.
 _GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
 
@@ -199,13 +200,15 @@ def _wide(t: Tensor) -> Tensor:
     return t.cpu().double() if t.is_floating_point() else t.cpu()
 
 
-def tolerance_of(result: str, value: Tensor, dtype: torch.dtype) -> Tolerance:
+def tolerance_of(op: str, result: str, value: Tensor, dtype: torch.dtype) -> Tolerance:
     """The bound for one result: integers are exact, routing weights are float32 whatever the model is."""
     if not value.is_floating_point():
         return EXACT
     if result.startswith("gradient"):
         return _GRADIENT
-    return _TOLERANCE[torch.float32 if result == "weights" else dtype]
+    if result == "weights":
+        return _TOLERANCE[torch.float32] if op == "route" else _GATE
+    return _TOLERANCE[dtype]
 
 
 def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int) -> Outcome:
@@ -227,7 +230,7 @@ def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int) ->
             failures[name] = "missing from the result"
             continue
         errors[name] = difference(got[name], value, whole=name.startswith("gradient"))
-        bound = tolerance_of(name, value, dtype)
+        bound = tolerance_of(case.op, name, value, dtype)
         if not errors[name].within(bound):
             failures[name] = (
                 f"worst {errors[name].worst:.3g} (at most {bound.worst:g}), rms {errors[name].rms:.3g} "
@@ -475,7 +478,8 @@ CASES: tuple[Case, ...] = (
          _combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
     Case("combine", "one_token", "T=1", _combine(1, 8, 128, "residual", "norm")),
     Case("combine", "no_token", "T=0", _combine(0, 4, 16, "residual", "norm"), gradients=False),
-    Case("experts", "decode", "T=1", _experts(1, 16, 96, 64, 4, tail=True)),
+    # No gradients: at T=1 that of the shared expert's gate is one sum, which may cancel to nothing.
+    Case("experts", "decode", "T=1", _experts(1, 16, 96, 64, 4, tail=True), gradients=False),
     Case("experts", "few", "few tokens, each expert a row or two", _experts(6, 16, 64, 48, 4)),
     Case("experts", "prefill", "many rows per expert", _experts(90, 4, 64, 80, 2, tail=True)),
     Case("experts", "odd", "no size a multiple of anything", _experts(13, 5, 51, 37, 3, bias=True)),

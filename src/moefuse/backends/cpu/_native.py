@@ -54,7 +54,7 @@ def address(t: Tensor | None) -> int:
 def routing_arg(routing: Routing) -> tuple[Any, ...]:
     return (
         routing.top_k, SCORES.index(routing.score), routing.renormalize, routing.scale, routing.groups,
-        routing.top_groups, routing.group_score == "top2_sum", routing.softcap or 0.0, routing.norm_floor,
+        routing.top_groups, routing.group_score == "top2_sum", routing.softcap or 0.0, routing.floor,
         routing.renormalize_after_scale,
     )  # fmt: skip
 

@@ -107,7 +107,8 @@ def route_row(
     if HAS_SCALE:
         selected = selected * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
     if AFTER:
-        selected = selected / tl.maximum(tl.sum(selected, 0), floor)
+        total = tl.sum(selected, 0)
+        selected = selected / tl.where(total == 0.0, 1.0, total)
     selected = tl.where(live, selected, 0.0)
     place = row * TOP_K + slot
     tl.store(weights_ptr + place, selected, mask=slot < TOP_K)
@@ -132,7 +133,7 @@ def _route_kernel(
 
 def rule_numbers(routing: Routing) -> tuple[float, float, float]:
     """The run-time numbers of a rule, as `route_row` takes them."""
-    return routing.scale, routing.softcap or 1.0, routing.norm_floor or 0.0
+    return routing.scale, routing.softcap or 1.0, routing.floor
 
 
 def rule_options(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> dict[str, Any]:
