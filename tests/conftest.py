@@ -1,4 +1,4 @@
-"""Set up once: oneDNN kept off AMX, and the backends that can run here as a fixture."""
+"""Set up once: what torch and Triton read when they load, and the backends that can run here as a fixture."""
 
 import os
 
@@ -9,6 +9,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in its interpreter, which must be chosen before triton is loaded.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from moefuse.testing.cases import runnable
 

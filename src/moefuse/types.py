@@ -61,7 +61,7 @@ class Routing:
         top_groups: groups kept when ``groups > 1``.
         group_score: a group's value: its largest score, or the sum of its two largest.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before scoring.
-        norm_floor: smallest divisor when renormalising; the default depends on ``score``, and ``floor`` is the one used.
+        norm_floor: smallest divisor when renormalising; by default what suits ``score``. ``floor`` is the one in use.
         renormalize_after_scale: divide by the sum once more after every scale.
 
     Example: Qwen3-MoE, DeepSeek-V3 and Mixtral.

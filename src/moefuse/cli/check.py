@@ -18,7 +18,7 @@ from moefuse.testing.cases import CASES, Outcome, runnable, sweep
 
 def _targets(backend: str | None) -> list[tuple[str, str]]:
     """The backends to check, or a usage error that says what there is."""
-    here = runnable()
+    here = runnable(emulated=backend is not None)
     if backend is None:
         return here
     if backend not in backends.names():

@@ -30,7 +30,9 @@ _TOLERANCE = {
         1e-3, 8e-4, "half a unit is 2**-12; hidden row, expert output and result round, experts may cancel"
     ),
 }
-_GATE = Tolerance(3e-6, 3e-6, "the absolute error of a logit, an f32 sum of products, is the relative one of its weight")
+_GATE = Tolerance(
+    3e-6, 3e-6, "the absolute error of a logit, an f32 sum of products, is the relative one of its weight"
+)
 # A gradient passes through two or three more products than its forward, each adding an error of its own.
 _GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
 
@@ -120,8 +122,8 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-def runnable() -> list[tuple[str, str]]:
-    """Every backend that can run here, with a device for it; the reference first."""
+def runnable(emulated: bool = False) -> list[tuple[str, str]]:
+    """Every backend that can run here, with a device for it, the reference first; on request the emulated ones too."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.append("cuda")
@@ -129,7 +131,8 @@ def runnable() -> list[tuple[str, str]]:
         devices.append("mps")
     found = [(backends.REFERENCE, "cpu")]
     for row in backends.BACKENDS:
-        here = [device for device in (*row.devices, *row.emulated()) if device in devices]
+        reach = (*row.devices, *row.emulated()) if emulated else row.devices
+        here = [device for device in reach if device in devices]
         if here and row.missing() is None:
             found.append((row.name, here[0]))
     return found
@@ -211,15 +214,15 @@ def tolerance_of(op: str, result: str, value: Tensor, dtype: torch.dtype) -> Tol
     return _TOLERANCE[dtype]
 
 
-def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int) -> Outcome:
-    """Run one case on one backend and compare it with float64."""
+def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int, *, gradients: bool = True) -> Outcome:
+    """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone."""
     made = case.inputs(seed, dtype)
     here = {name: map_tensors(value, lambda t: t.to(device)) for name, value in made.items()}
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
     want = _call(case.op, wide, backends.REFERENCE)
     with poisoned():
         got = _call(case.op, here, backend)
-    if case.gradients and dtype == torch.float32:
+    if gradients and case.gradients and dtype == torch.float32:
         goal, seeds = _with_gradients(case.op, wide, backends.REFERENCE, None)
         want |= goal
         with poisoned():
