@@ -1,6 +1,7 @@
 """Selection: who runs, who does not, and what is said about it."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ ROUTING = moefuse.Routing(top_k=2)
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("MOEFUSE_BACKEND", raising=False)
+    select.forget()
+    yield
+    monkeypatch.undo()
     select.forget()
 
 
@@ -38,6 +43,7 @@ def test_environment_beats_the_default_and_argument_beats_both(monkeypatch: pyte
     monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
     assert select.select("route", LOGITS, None).backend == "reference"
     monkeypatch.setenv("MOEFUSE_BACKEND", "metal")
+    select.forget()
     with pytest.raises(ValueError, match="MOEFUSE_BACKEND"):
         moefuse.route(LOGITS, ROUTING)
     assert select.select("route", LOGITS, "reference").backend == "reference"

@@ -146,7 +146,7 @@ ROWS = {
     "route-backend": (lambda: route(backend="cuda"), ValueError, ("route", "backend", *ALL_BACKENDS, "'cuda'")),
     "route-backend-list": (lambda: route(backend=["cpu"]), (TypeError, ValueError), ("route", "backend")),
     "route-backend-device": (
-        lambda: route(backend="triton"), ValueError, ("route", "'triton'", "cannot run", "not cpu")),
+        lambda: route(backend="metal"), ValueError, ("route", "'metal'", "cannot run", "not cpu")),
     # gate
     "gate-rank": (lambda: gate(x=rand(1, T, H)), ValueError, ("gate", "x must be [T, H]", "[1, 3, 6]")),
     "gate-int-x": (lambda: gate(x=torch.ones(T, H, dtype=torch.int32)), TypeError, ("gate", "x must be", "int32")),

@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 _cuda: Any = torch.cuda  # its constructors are untyped
 
 #: a turn shorter than this repeats the call: the clock and a cold interpreter would be a visible part of it
-SHORTEST_TURN = 200e-6
+SHORTEST_TURN = 5e-3
 MIN_ROUNDS = 5
 MAX_ROUNDS = 500
 

@@ -30,12 +30,13 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {_names(dtypes)}, got {_names((value.dtype,))}")
-    if value.dim() != len(dims):
-        raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got shape {list(value.shape)}")
-    for axis, (label, size) in enumerate(dims.items()):
-        if size is not None and value.shape[axis] != size:
-            shape = ", ".join(label if size is None else f"{label}={size}" for label, size in dims.items())
-            raise ValueError(f"{op}: {name} must be [{shape}], got {label}={value.shape[axis]}")
+    shape = value.shape
+    if len(shape) != len(dims):
+        raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got shape {list(shape)}")
+    for (label, size), got in zip(dims.items(), shape, strict=True):
+        if size is not None and got != size:
+            wanted = ", ".join(label if size is None else f"{label}={size}" for label, size in dims.items())
+            raise ValueError(f"{op}: {name} must be [{wanted}], got {label}={got}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device} like the rest, got {value.device}")
     if value.layout != torch.strided:
@@ -50,12 +51,13 @@ def check_optional(op: str, name: str, value: Any, dims: Mapping[str, int | None
 
 def check_float64(op: str, tensors: dict[str, Tensor | None]) -> None:
     """float64 is for checking: every floating tensor of a call has it, or none."""
-    wide = [name for name, t in tensors.items() if t is not None and t.dtype == torch.float64]
-    narrow = [name for name, t in tensors.items() if t is not None and t.dtype != torch.float64]
-    if wide and narrow:
-        raise TypeError(
-            f"{op}: float64 must not be mixed with narrower types, got {wide[0]} float64 and {narrow[0]} not"
+    dtypes = {t.dtype for t in tensors.values() if t is not None}
+    if len(dtypes) > 1 and torch.float64 in dtypes:
+        wide, narrow = (
+            next(name for name, t in tensors.items() if t is not None and (t.dtype == torch.float64) == is_wide)
+            for is_wide in (True, False)
         )
+        raise TypeError(f"{op}: float64 must not be mixed with narrower types, got {wide} float64 and {narrow} not")
 
 
 def check_eps(op: str, name: str, eps: Any) -> None:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from moefuse.ops import select
 
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str))
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -23,14 +24,9 @@ def _is_plain_eager(args: tuple[Any, ...]) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    grad = torch.is_grad_enabled()
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if type(arg) is not Tensor and type(arg) is not torch.nn.Parameter:
-                return False
-            if grad and arg.requires_grad:
-                return False
-    return True
+    if not _PLAIN_TYPES.issuperset(map(type, args)):
+        return False
+    return not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
 def define(
@@ -44,7 +40,8 @@ def define(
 ) -> Callable[..., Any]:
     """Define ``moefuse::<schema>`` and return the function that calls it.
 
-    ``kernel`` takes the schema's arguments in order (none has a default), selects a backend and runs it. A form that
+    ``kernel`` takes the schema's arguments in order (none has a default, the last is ``backend``) and runs the backend
+    it selects. A form that
     runs another op's kernels, such as the one that writes into ``out``, has no reference of its own.
     """
     name = schema.split("(", 1)[0]
@@ -59,6 +56,8 @@ def define(
     overload = getattr(torch.ops.moefuse, name).default
 
     def call(*args: Any) -> Any:
+        if args[-1] is not None and not isinstance(args[-1], str):
+            raise TypeError(f"{name.removesuffix('_out')}: backend must be a name, got {type(args[-1]).__name__}")
         return kernel(*args) if _is_plain_eager(args) else overload(*args)
 
     return call

@@ -89,8 +89,6 @@ def _chosen(op: str, device: str, dtype: torch.dtype, backend: str | None, force
 
 def select(op: str, like: torch.Tensor, backend: str | None) -> Selection:
     """The backend that runs ``op`` on tensors like ``like``."""
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"{op}: backend must be a name, got {type(backend).__name__}")
     return _chosen(op, like.device.type, like.dtype, backend, config.backend())
 
 
@@ -106,6 +104,7 @@ def inherit(op: str, backend: str | None) -> str | None:
 
 
 def forget() -> None:
-    """Drop remembered choices, for tests that swap backends."""
+    """Drop remembered choices and read the environment anew, for tests that swap backends."""
+    config.backend.cache_clear()
     _resolve.cache_clear()
     _chosen.cache_clear()
