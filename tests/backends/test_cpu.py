@@ -1,0 +1,172 @@
+"""The CPU kernels: every instruction set, the same bits whatever the threads, forks, callers, and life without them."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moefuse
+from moefuse.backends import cpu
+from moefuse.ops import select
+from moefuse.testing import cases
+from moefuse.testing.compare import difference
+
+ISAS = cpu.describe()["isas"]
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("MOEFUSE_CPU_ISA", request.param)
+    select.forget()
+    yield request.param
+    monkeypatch.undo()
+    select.forget()
+    assert cpu.unavailable() is None
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def layer(T: int, E: int, H: int, I: int, top_k: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    made = cases.Inputs(torch.Generator().manual_seed(torch.seed() % 2**31), dtype)
+    return {
+        "x": made.normal(T, H), "ids": made.ids(T, top_k, E), "weights": made.shares(T, top_k),
+        "gate_up": made.weight(E, 2 * I, H), "down": made.weight(E, H, I), "residual": made.normal(T, H),
+        "norm_weight": made.uniform(H),
+    }  # fmt: skip
+
+
+def run_layer(made: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat(moefuse.experts(**made, backend="cpu"), -1)
+
+
+def test_the_best_instruction_set_is_the_default() -> None:
+    assert "portable" in ISAS
+    assert cpu.describe()["isa"] == ISAS[0]
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+def test_the_case_table_on_every_instruction_set(isa: str) -> None:
+    seed = torch.seed() % 2**31
+    for call in cases.sweep(cases.CASES, [("cpu", "cpu")], seed):
+        outcome = call()
+        assert outcome.passed, f"{isa}: {outcome.describe()}"
+    assert cpu.describe()["isa"] == isa
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.usefixtures("threads")
+def test_the_same_bits_whatever_the_threads(isa: str, dtype: torch.dtype, T: int) -> None:
+    made = layer(T, 12, 160, 96, 3, dtype)
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(run_layer(made))
+    assert all(torch.equal(results[0], other) for other in results[1:]), isa
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    made = layer(40, 6, 128, 64, 2, torch.bfloat16)
+    whole = run_layer(made)
+    alone = {name: t[7:8] if t.shape[0] == 40 else t for name, t in made.items()}
+    assert torch.equal(whole[7:8], run_layer(alone))
+
+
+def test_several_callers_at_once() -> None:
+    made = [layer(9, 8, 128, 64, 2, torch.float32) for _ in range(4)]
+    want = [run_layer(one) for one in made]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(30):
+            if not torch.equal(run_layer(made[i]), want[i]):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong
+    assert not any(caller.is_alive() for caller in callers)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_computes_too() -> None:
+    made = layer(20, 8, 128, 64, 2, torch.float32)
+    want = run_layer(made)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(run_layer(made), want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(run_layer(made), want)
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFUSE_CPU_ISA", "sse9")
+    reason = cpu.unavailable()
+    assert reason is not None
+    assert "sse9" in reason
+    assert "portable" in reason
+
+
+def test_without_the_native_library_the_reference_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu._native, "core", None)
+    monkeypatch.setattr(cpu._native, "import_error", "No module named '_core'")
+    select.forget()
+    weights, _ = moefuse.route(torch.randn(2, 8), moefuse.Routing(top_k=2))
+    assert weights.shape == (2, 2)
+    assert "was not built with this install" in caplog.text
+    with pytest.raises(ValueError, match="was not built with this install"):
+        moefuse.route(torch.randn(2, 8), moefuse.Routing(top_k=2), backend="cpu")
+    monkeypatch.undo()
+    select.forget()
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(
+    T=st.integers(0, 40),
+    E=st.integers(1, 12),
+    H=st.integers(1, 150),
+    I=st.integers(1, 100),
+    top_k=st.integers(1, 6),
+    dtype=st.sampled_from(cases.DTYPES),
+    kind=st.sampled_from(("silu", "gelu_tanh", "relu2", "swiglu_oai")),
+    interleaved=st.booleans(),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_random_shapes_against_float64(
+    T: int, E: int, H: int, I: int, top_k: int, dtype: torch.dtype, kind: str, interleaved: bool, seed: int
+) -> None:
+    """Experts with sentinels and duplicates, biases and residual.
+
+    The residual stands beside the result when errors are taken relative to the row: where the two cancel, the row has
+    the size of its terms.
+    """
+    made = cases.Inputs(torch.Generator().manual_seed(seed), dtype)
+    arguments = {
+        "x": made.normal(T, H), "ids": torch.randint(-1, E + 1, (T, top_k), generator=made.rng),
+        "weights": made.shares(T, top_k), "gate_up": made.weight(E, 2 * I, H), "down": made.weight(E, H, I),
+        "gate_up_bias": made.normal(E, 2 * I), "down_bias": made.normal(E, H),
+        "residual": made.uniform(T, H, low=4.0, high=6.0),
+    }  # fmt: skip
+    options = {"activation": kind, "layout": "interleaved" if interleaved else "halves"}
+    got = moefuse.experts(**arguments, **options, backend="cpu")
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in arguments.items()}
+    want = moefuse.experts(**wide, **options, backend="reference")
+    bound = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    got, want = torch.cat((got, arguments["residual"]), -1), torch.cat((want, wide["residual"]), -1)
+    assert difference(got, want).worst <= bound
