@@ -81,7 +81,8 @@ def check(op: str, logits: Any, routing: Any, bias: Any, per_expert_scale: Any) 
     experts = {"E": logits.shape[1]}
     check_optional(op, "bias", bias, experts, logits)
     check_optional(op, "per_expert_scale", per_expert_scale, experts, logits)
-    check_float64(op, {"logits": logits, "bias": bias, "per_expert_scale": per_expert_scale})
+    if bias is not None or per_expert_scale is not None:
+        check_float64(op, {"logits": logits, "bias": bias, "per_expert_scale": per_expert_scale})
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:

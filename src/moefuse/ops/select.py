@@ -79,8 +79,9 @@ def _resolve(op: str, device: str, dtype: torch.dtype, explicit: str | None, sou
 @functools.cache
 def _chosen(op: str, device: str, dtype: torch.dtype, backend: str | None, forced: str | None) -> Selection:
     """As `resolve`, and say once when the backend made for this device does not serve."""
-    selection = _resolve(op, device, dtype, backend or forced, "backend=" if backend else "MOEFUSE_BACKEND")
-    if backend is None and forced is None and selection.backend == REFERENCE:
+    explicit, source = (forced, "MOEFUSE_BACKEND") if backend is None else (backend, "backend=")
+    selection = _resolve(op, device, dtype, explicit, source)
+    if explicit is None and selection.backend == REFERENCE:
         for row, decision in zip(backends.BACKENDS, selection.decisions, strict=False):
             if device in row.devices:
                 _log.warning("moefuse: %s runs on plain torch: backend %s: %s", op, row.name, decision.reason)

@@ -15,8 +15,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     logits, bias, per_expert_scale = dense(logits), dense(bias), dense(per_expert_scale)
     T, E = logits.shape
-    weights = torch.empty((T, routing.top_k), dtype=torch.float32)
-    ids = torch.empty((T, routing.top_k), dtype=torch.int32)
+    weights = torch.empty(T, routing.top_k, dtype=torch.float32)
+    ids = torch.empty(T, routing.top_k, dtype=torch.int32)
     _native.core.route(
         tensor_arg(logits), tensor_arg(bias), tensor_arg(per_expert_scale), T, E, routing_arg(routing),
         weights.data_ptr(), ids.data_ptr(), _native.threads(),
