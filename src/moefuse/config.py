@@ -2,7 +2,7 @@
 
 =====================  =======================================================================
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
-                       or reference
+                       or reference; read once
 MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
 TRITON_INTERPRET       Triton's own: 1 runs its kernels in an interpreter on the processor
 ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX traps
