@@ -165,16 +165,24 @@ def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
 def weight_descriptors(
     w: Tensor, u: Tensor, rows: int, columns: int
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
-    """Descriptors of stacks ``[E, N, K]`` as matrices of rows, and how far up rows are from gate rows in theirs."""
-    E, _, K = w.shape
+    """Descriptors of stacks ``[E, N, K]`` as matrices of rows, and how far up rows are from gate rows in theirs.
+
+    One matrix serves both where an expert's up rows lie behind its gate rows; otherwise each has its own.
+    """
+    E, N, K = w.shape
     if w.stride(1) != K or u.stride() != w.stride() or w.stride(0) % K:
         return None, None, 0
-    matrix = w.as_strided((E * (w.stride(0) // K), K), (K, 1), w.storage_offset())
-    if u.untyped_storage().data_ptr() == w.untyped_storage().data_ptr():
-        found = described(matrix, rows, columns)
-        return found, found, (u.storage_offset() - w.storage_offset()) // K
-    other = u.as_strided((E * (u.stride(0) // K), K), (K, 1), u.storage_offset())
-    return described(matrix, rows, columns), described(other, rows, columns), 0
+    pitch = w.stride(0) // K
+    distance, odd = divmod(u.data_ptr() - w.data_ptr(), K * w.element_size())
+    shared = odd == 0 and 0 <= distance <= pitch - N
+    behind = distance if shared else 0
+    matrices = (
+        t.as_strided(((E - 1) * pitch + behind + N, K), (K, 1), t.storage_offset()) for t in (w, u)[: 2 - shared]
+    )
+    found = [described(matrix, rows, columns) for matrix in matrices]
+    if None in found:
+        return None, None, 0
+    return found[0], found[-1], behind
 
 
 def product(

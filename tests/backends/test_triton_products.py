@@ -1,0 +1,52 @@
+"""The grouped product through tile descriptors, which the case table's small tiles do not reach in the interpreter."""
+
+import pytest
+import torch
+
+from moefuse.testing import cases
+from moefuse.testing.compare import difference
+
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+E, I, H, T, TOP_K = 3, 40, 64, 90, 2
+
+
+def stacks(layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up rows ``[E, I, H]`` as a caller may hold them."""
+    made = torch.randn(2, E, I, H, device=device) * H**-0.5
+    if layout == "halves":
+        whole = torch.cat((made[0], made[1]), 1)
+        return whole[:, :I], whole[:, I:]
+    if layout == "up_first":
+        whole = torch.cat((made[1], made[0]), 1)
+        return whole[:, I:], whole[:, :I]
+    return (made[0], made[1]) if layout == "one_storage" else (made[0].clone(), made[1].clone())
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+@pytest.mark.parametrize("layout", ["halves", "up_first", "one_storage", "apart"])
+@pytest.mark.parametrize("height", [32, 128])
+def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str, str]) -> None:
+    """Heights of 128 take the half-height last tile too; N is no multiple of the tile."""
+    from moefuse.backends.triton.grouped_linear import product
+    from moefuse.backends.triton.tiles import Tile
+    from moefuse.ops.activation import glu_reference
+    from moefuse.ops.grouped_linear import grouped_linear_reference
+    from moefuse.ops.plan import plan_reference
+    from moefuse.types import Activation
+
+    tile = Tile(height, 32, 32, 4, 2, copy_engine=True)
+    silu = Activation("silu")
+    gate, up = stacks(layout, target[1])
+    x, ids = torch.randn(T, H, device=target[1]), torch.randint(0, E, (T, TOP_K), device=target[1])
+    _, offsets, order, _ = plan_reference(ids, E)
+    rows = {"offsets": offsets, "order": order, "scatter": False, "fill": False, "tile": tile}
+    hidden = torch.full((T * TOP_K, I), torch.nan, device=target[1])
+    product(x, (gate, up), (None, None), gather=True, activation=silu, out=hidden, **rows)
+    wide = [grouped_linear_reference(x.double(), w.double(), None, offsets, order, True, False) for w in (gate, up)]
+    assert difference(hidden, glu_reference(*wide, silu, "halves")).worst < 2e-6
+
+    down, packed = torch.randn(E, 48, H, device=target[1]), torch.randn(T * TOP_K, H, device=target[1])
+    out = torch.full((T * TOP_K, 48), torch.nan, device=target[1])
+    product(packed, (down, down), (None, None), gather=False, activation=None, out=out, **rows)
+    want = grouped_linear_reference(packed.double(), down.double(), None, offsets, order, False, False)
+    assert difference(out, want).worst < 2e-6
