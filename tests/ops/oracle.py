@@ -174,6 +174,12 @@ def halves(z: Tensor, activation: Activation, layout: str) -> tuple[Tensor, Tens
     return (z[..., :I], z[..., I:]) if layout == "halves" else (z[..., 0::2], z[..., 1::2])
 
 
+def sizes(activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
+    """How large an activation's rounding error can be, over one unit in the last place; of absolute pre-activations."""
+    grown = gate * gate if activation.kind == "relu2" else gate
+    return grown if up is None else grown * (up + 1 if activation.kind == "swiglu_oai" else up)
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -185,8 +191,9 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     layout: str = "halves",
+    of: Callable[[Activation, Tensor, Tensor | None], Tensor] = act_rows,
 ) -> Tensor:
-    """Token by token, slot by slot."""
+    """Token by token, slot by slot. ``of`` takes the pre-activation to the hidden row."""
     activation = Activation.of(activation)
     E = down.shape[0]
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -198,8 +205,15 @@ def experts(
             z = gate_up[e].double() @ x[t].double()
             if gate_up_bias is not None:
                 z = z + gate_up_bias[e].double()
-            y = down[e].double() @ act_rows(activation, *halves(z, activation, layout))
+            y = down[e].double() @ of(activation, *halves(z, activation, layout))
             if down_bias is not None:
                 y = y + down_bias[e].double()
             out[t] += float(weights[t, j]) * y
     return out
+
+
+def experts_size(**arguments: object) -> Tensor:
+    """The sum of the absolute terms: what the rounding of a sum is relative to, however much the sum cancels."""
+    return experts(
+        **{n: t.abs() if n != "ids" and isinstance(t, Tensor) else t for n, t in arguments.items()}, of=sizes
+    )
