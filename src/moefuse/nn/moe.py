@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.lora import ExpertsLoRA
+from moefuse.nn.stats import RoutingStats
+from moefuse.nn.training import RouterTraining
+from moefuse.ops.activation import glu
 from moefuse.ops.checks import widen
+from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
-from moefuse.ops.route import check_routing
+from moefuse.ops.grouped_linear import grouped_linear
+from moefuse.ops.plan import plan
+from moefuse.ops.route import check_routing, route
 from moefuse.types import LAYOUTS, Activation, Routing
 
 
@@ -33,6 +40,9 @@ class MoE(nn.Module):
         norm: RMSNorm of the input before router and experts.
         next_norm: also return the RMSNorm of the result, for the layer that follows.
         eps: of both norms.
+        router_training: losses and noise while training; see `auxiliary_loss`.
+
+    ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`.
 
     >>> block = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
     >>> x = torch.randn(2, 5, 64)
@@ -58,6 +68,7 @@ class MoE(nn.Module):
         norm: bool = False,
         next_norm: bool = False,
         eps: float = 1e-6,
+        router_training: RouterTraining | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,6 +79,10 @@ class MoE(nn.Module):
         if shared_gate and not shared_intermediate:
             raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
         self.routing, self.layout, self.eps = routing, layout, eps
+        self.router_training = router_training
+        self.auxiliary_loss: Tensor | None = None
+        self.stats: RoutingStats | None = None
+        self.lora: ExpertsLoRA | None = None
         self.activation = Activation.of(activation)
         E, H, I = num_experts, hidden, intermediate
         rows = self.activation.width
@@ -128,20 +143,57 @@ class MoE(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``[.., H]`` to ``[.., H]``, or to ``(out, normed)`` with ``next_norm``; ``residual`` is added to out."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, ids, normed = gate(
-            rows, self.router, self.routing, norm_weight=self.norm_weight, eps=self.eps, bias=self.selection_bias,
-            logit_bias=self.logit_bias, per_expert_scale=self.per_expert_scale, return_normed=True, backend=backend,
-        )  # fmt: skip
+        weights, ids, normed = self._route(rows, backend)
+        if self.stats is not None:
+            self.stats.record(ids, weights)
         shared, shared_logit = self._shared(normed, backend)
-        result = experts(
-            normed, ids, weights, self.gate_up, self.down, activation=self.activation, layout=self.layout,
-            gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, shared=shared, shared_logit=shared_logit,
-            residual=None if residual is None else residual.reshape(rows.shape),
-            norm_weight=self.next_norm_weight, eps=self.eps, backend=backend,
-        )  # fmt: skip
+        tail: dict[str, Any] = {
+            "shared": shared, "shared_logit": shared_logit, "norm_weight": self.next_norm_weight, "eps": self.eps,
+            "residual": None if residual is None else residual.reshape(rows.shape), "backend": backend,
+        }  # fmt: skip
+        if self.lora is None:
+            result = experts(
+                normed, ids, weights, self.gate_up, self.down, activation=self.activation, layout=self.layout,
+                gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
+            )  # fmt: skip
+        else:
+            result = self._adapted(self.lora, normed, ids, weights, tail)
         if isinstance(result, tuple):
             return result[0].view(x.shape), result[1].view(x.shape)
         return result.view(x.shape)
+
+    def _route(self, rows: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, ids and the experts' input; in training with the router's losses and noise."""
+        rule = self.router_training if self.training else None
+        if rule is None:
+            weights, ids, normed = gate(
+                rows, self.router, self.routing, norm_weight=self.norm_weight, eps=self.eps, bias=self.selection_bias,
+                logit_bias=self.logit_bias, per_expert_scale=self.per_expert_scale, return_normed=True,
+                backend=backend,
+            )  # fmt: skip
+            return weights, ids, normed
+        normed = widen(rows)
+        if self.norm_weight is not None:
+            normed = nn.functional.rms_norm(normed, normed.shape[-1:], widen(self.norm_weight), self.eps)
+        logits = rule.perturbed_input(normed) @ widen(self.router).T
+        if self.logit_bias is not None:
+            logits = logits + widen(self.logit_bias)
+        weights, ids = route(
+            rule.perturbed_logits(logits), self.routing, bias=self.selection_bias,
+            per_expert_scale=self.per_expert_scale, backend=backend,
+        )  # fmt: skip
+        self.auxiliary_loss = rule.loss(logits, ids, self.routing)
+        return weights, ids, normed.to(rows.dtype)
+
+    def _adapted(self, lora: ExpertsLoRA, x: Tensor, ids: Tensor, weights: Tensor, tail: dict[str, Any]) -> Any:
+        """The experts with adapters beside both products."""
+        backend = tail["backend"]
+        to = plan(ids, self.down.shape[0], backend=backend)
+        z = grouped_linear(x, self.gate_up, to, gather=True, scatter=False, bias=self.gate_up_bias, backend=backend)
+        hidden = glu(z + lora.up(x, to, backend), self.activation, layout=self.layout, backend=backend)
+        y = grouped_linear(hidden, self.down, to, gather=False, scatter=False, bias=self.down_bias, backend=backend)
+        live = torch.where((ids >= 0) & (ids < self.down.shape[0]), weights, 0.0)
+        return combine(y + lora.down(hidden, to, backend), live, inverse=to.inverse, **tail)
 
     def _shared(self, x: Tensor, backend: str | None) -> tuple[Any, Tensor | None]:
         """The shared expert, which is one expert that every token goes to, and the logit of its gate."""

@@ -1,0 +1,107 @@
+"""LoRA on experts: a low-rank pair beside each product, the base frozen, float or quantised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from moefuse.ops.grouped_linear import grouped_linear
+from moefuse.types import Plan
+
+if TYPE_CHECKING:
+    from moefuse.nn.moe import MoE
+
+
+class ExpertsLoRA(nn.Module):
+    """Rank-r adapters per expert on ``gate_up`` and ``down``.
+
+    A product becomes ``x @ W.T + scale * (x @ A.T) @ B.T``, each factor a grouped product over the same plan: no
+    expert's delta is ever formed. B starts at zero, so that training starts from the base model.
+
+    Attach with `add_lora`.
+    """
+
+    def __init__(self, block: MoE, rank: int, alpha: float) -> None:
+        super().__init__()
+        E, H, I = block.down.shape
+        rows = block.activation.width(I)
+        self.rank, self.scale = rank, alpha / rank
+        zeros = block.router.new_zeros
+        self.gate_up_a = nn.Parameter(zeros(E, rank, H))
+        self.gate_up_b = nn.Parameter(zeros(E, rows, rank))
+        self.down_a = nn.Parameter(zeros(E, rank, I))
+        self.down_b = nn.Parameter(zeros(E, H, rank))
+        for a in (self.gate_up_a, self.down_a):
+            nn.init.normal_(a, std=a.shape[-1] ** -0.5)
+
+    def up(self, x: Tensor, plan: Plan, backend: str | None) -> Tensor:
+        """What the adapter adds to the pre-activation, ``[S, 2I]`` expert-major, for tokens ``[T, H]``."""
+        inner = grouped_linear(x, self.gate_up_a, plan, gather=True, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.gate_up_b, plan, gather=False, scatter=False, backend=backend)
+        return self.scale * added
+
+    def down(self, hidden: Tensor, plan: Plan, backend: str | None) -> Tensor:
+        """What it adds to the experts' outputs, ``[S, H]`` expert-major, for hidden rows ``[S, I]``."""
+        inner = grouped_linear(hidden, self.down_a, plan, gather=False, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.down_b, plan, gather=False, scatter=False, backend=backend)
+        return self.scale * added
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scale={self.scale:g}"
+
+
+def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoRA:
+    """Freeze ``block`` and give its experts adapters of ``rank``; only they have gradients then.
+
+    Args:
+        block: a `moefuse.nn.MoE`.
+        rank: of every adapter.
+        alpha: the adapters' sum is scaled by ``alpha / rank``; by default ``2 * rank``.
+
+    Returns:
+        The adapters, ``block.lora``: its ``state_dict()`` is what to save, `merge_lora` folds it in.
+
+    >>> from moefuse import Routing
+    >>> from moefuse.nn import MoE
+    >>> block = MoE(16, 8, 4, Routing(top_k=2))
+    >>> adapters = add_lora(block, rank=2)
+    >>> sorted(name for name, p in block.named_parameters() if p.requires_grad)
+    ['lora.down_a', 'lora.down_b', 'lora.gate_up_a', 'lora.gate_up_b']
+    """
+    _, H, I = block.down.shape
+    if block.lora is not None:
+        raise ValueError(
+            f"add_lora: the block has adapters of rank {block.lora.rank} already; merge_lora folds them in"
+        )
+    if not 1 <= rank <= min(H, I):
+        raise ValueError(f"add_lora: rank must be from 1 to min(H, I) = {min(H, I)}, got {rank}")
+    block.requires_grad_(False)
+    block.lora = ExpertsLoRA(block, rank, 2.0 * rank if alpha is None else alpha)
+    return block.lora
+
+
+@torch.no_grad()
+def merge_lora(block: MoE) -> None:
+    """Fold the adapters into the experts' float weights and remove them; one expert's delta at a time.
+
+    >>> from moefuse import Routing
+    >>> from moefuse.nn import MoE
+    >>> block = MoE(16, 8, 4, Routing(top_k=2))
+    >>> _ = add_lora(block, rank=2)
+    >>> merge_lora(block)
+    >>> block.lora is None
+    True
+    """
+    lora = block.lora
+    if lora is None:
+        raise ValueError("merge_lora: the block has no adapters; add_lora gives it some")
+    stacks = ((block.gate_up, lora.gate_up_a, lora.gate_up_b), (block.down, lora.down_a, lora.down_b))
+    if not all(isinstance(weight, Tensor) for weight, _, _ in stacks):
+        raise ValueError("merge_lora: quantised experts cannot take a delta; keep the adapters beside them")
+    for weight, a, b in stacks:
+        for e in range(weight.shape[0]):
+            delta = lora.scale * (b[e].float() @ a[e].float())
+            weight[e].copy_(weight[e].float() + delta)
+    block.lora = None

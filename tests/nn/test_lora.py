@@ -1,0 +1,87 @@
+"""Adapters on experts: the base is frozen, nothing per expert is formed, merging changes nothing."""
+
+import pytest
+import torch
+
+from moefuse import Routing
+from moefuse.nn import MoE, add_lora, merge_lora
+from moefuse.testing.compare import difference
+
+
+def adapted(**options: object) -> MoE:
+    made = MoE(32, 16, 8, Routing(top_k=3), bias=True, norm=True, shared_intermediate=16, **options)
+    add_lora(made, rank=4, alpha=8.0)
+    assert made.lora is not None
+    with torch.no_grad():
+        made.lora.gate_up_b.normal_(std=0.5)
+        made.lora.down_b.normal_(std=0.5)
+    return made
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_adapters_are_what_merging_makes_of_them(target: tuple[str, str], activation: str, layout: str) -> None:
+    backend, device = target
+    made = adapted(activation=activation, layout=layout).to(device)
+    x, residual = torch.randn(30, 32, device=device), torch.randn(30, 32, device=device)
+    with torch.no_grad():
+        beside = made(x, residual, backend=backend)
+        base, made.lora = made.lora, None
+        without = made(x, residual, backend=backend)
+        made.lora = base
+        merge_lora(made)
+        merged = made(x, residual, backend=backend)
+    assert difference(beside, merged.double().cpu()).worst < 1e-5
+    assert difference(beside, without.double().cpu()).worst > 1e-2
+
+
+def test_a_new_adapter_changes_no_result() -> None:
+    made = MoE(32, 16, 8, Routing(top_k=3))
+    x = torch.randn(30, 32)
+    with torch.no_grad():
+        before = made(x)
+        add_lora(made, rank=2)
+        assert difference(made(x), before.double()).worst < 2e-6
+
+
+def test_only_adapters_learn_and_their_gradients_are_right(target: tuple[str, str]) -> None:
+    """Against autograd through weights with the delta formed, in float64."""
+    backend, device = target
+    made = adapted()
+    x, direction = torch.randn(30, 32), torch.randn(30, 32)
+    wide = adapted().double()
+    wide.load_state_dict(made.state_dict())
+    lora = wide.lora
+    assert lora is not None
+    formed = MoE(32, 16, 8, Routing(top_k=3), bias=True, norm=True, shared_intermediate=16).double()
+    formed.load_state_dict({k: v for k, v in wide.state_dict().items() if not k.startswith("lora")})
+    for name, a, b in (("gate_up", lora.gate_up_a, lora.gate_up_b), ("down", lora.down_a, lora.down_b)):
+        value = getattr(formed, name).detach() + lora.scale * b @ a
+        delattr(formed, name)
+        setattr(formed, name, value)
+    (formed(x.double(), backend="reference") * direction.double()).sum().backward()
+    want = {name: p.grad for name, p in lora.named_parameters()}
+    made.to(device)
+    (made(x.to(device), backend=backend) * direction.to(device)).sum().backward()
+    assert {name for name, p in made.named_parameters() if p.grad is not None} == {f"lora.{name}" for name in want}
+    for name, p in made.lora.named_parameters():
+        assert difference(p.grad, want[name], whole=True).worst < 1e-5
+
+
+def test_mistakes_are_named() -> None:
+    made = MoE(32, 16, 8, Routing(top_k=3))
+    with pytest.raises(ValueError, match="rank must be from 1 to min"):
+        add_lora(made, rank=17)
+    with pytest.raises(ValueError, match="no adapters"):
+        merge_lora(made)
+    add_lora(made, rank=2)
+    with pytest.raises(ValueError, match="rank 2 already"):
+        add_lora(made, rank=2)
+
+
+def test_adapters_alone_are_saved_and_loaded() -> None:
+    made, other = adapted(), adapted()
+    assert made.lora is not None
+    assert other.lora is not None
+    other.lora.load_state_dict(made.lora.state_dict())
+    assert torch.equal(other.lora.down_b, made.lora.down_b)
