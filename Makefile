@@ -27,8 +27,8 @@ test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 # The C++ tests of the CPU core under AddressSanitizer and UndefinedBehaviorSanitizer.
