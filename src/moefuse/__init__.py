@@ -10,6 +10,7 @@ from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear, grouped_outer
 from moefuse.ops.plan import plan
 from moefuse.ops.route import route
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Routing
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "Plan",
+    "QuantTensor",
     "Routing",
     "combine",
     "experts",

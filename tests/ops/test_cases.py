@@ -10,6 +10,8 @@ EACH = [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case in 
 
 @pytest.mark.parametrize(("case", "dtype"), EACH)
 def test_case(case, dtype, target, rng):
+    if not case.formats.issubset(cases.formats_of(target[0])):
+        pytest.skip(f"{target[0]} has no kernel for {', '.join(case.formats)}")
     outcome = cases.run(case, dtype, *target, seed=rng.initial_seed())
     assert outcome.passed, outcome.describe()
 
@@ -26,7 +28,7 @@ def test_cases_are_told_apart_by_their_id():
 def test_zeros_do_not_pass():
     """A kernel that writes zeros fails every case that has tokens."""
     for case in cases.CASES:
-        if case.name in ("no_token", "empty"):
+        if case.name.endswith(("no_token", "empty")):
             continue
         for name, value in cases._call(case.op, case.inputs(0, torch.float32), "reference").items():
             assert not value.is_floating_point() or (value != 0).any(), f"{case.id}: {name}"

@@ -5,9 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse
-from moefuse import Activation, Routing, backends
+from moefuse import Activation, QuantTensor, Routing, backends
 from moefuse.ops.activation import flatten as flat_activation
 from moefuse.ops.route import flatten as flat_routing
+from moefuse.quant.formats import FORMATS
+from moefuse.testing.cases import formats_of
+from moefuse.testing.random_blocks import random_blocks
 
 from . import oracle
 from .oracle import assert_close
@@ -16,6 +19,7 @@ T, E, H, I, K = 3, 4, 6, 5, 2
 RULE = flat_routing(Routing(K, scale=1.5, renormalize_after_scale=True))
 SILU = flat_activation(Activation("silu"))
 PLAIN = flat_activation(Activation("gelu_tanh", gated=False))
+PLAIN_STACKS = (None, None, None)  # the formats of gate_up, up and down
 IDS = torch.tensor([[0, 1], [2, 9], [3, 3]], dtype=torch.int32)  # a sentinel, a duplicate
 FOUND = torch.tensor([[0, 1], [2, 4], [3, 1]], dtype=torch.int32)  # as route returns them
 
@@ -31,6 +35,10 @@ def grad(*shape):
 def turned(*shape):
     """Of this shape, with the last two dimensions exchanged in memory."""
     return rand(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def blocks(name, *shape):
+    return random_blocks(name, shape, torch.Generator().manual_seed(torch.seed() % 2**31), 1.0).blocks
 
 
 def plan_parts():
@@ -68,10 +76,18 @@ CALLS = {
         rand(T, K), turned(T, H), turned(T, H), turned(E, H), rand(H), None, rand(E), FOUND, 1e-6, *RULE),
     "plan": lambda: (IDS, E),
     "plan int64": lambda: (IDS.long().T.contiguous().T, E),
-    "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), *plan_parts(), True, True),
-    "grouped_linear down": lambda: (grad(T * K, H), grad(E, I, H), None, *plan_parts(), False, True),
+    "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), *plan_parts(), True, True, None),
+    "grouped_linear down": lambda: (grad(T * K, H), grad(E, I, H), None, *plan_parts(), False, True, None),
     "grouped_linear strided": lambda: (
-        turned(T, H).requires_grad_(), turned(E, I, H).requires_grad_(), grad(E, I), *plan_parts(), True, False),
+        turned(T, H).requires_grad_(), turned(E, I, H).requires_grad_(), grad(E, I), *plan_parts(), True, False, None),
+    "grouped_linear blocks": lambda: (
+        grad(T, 64), blocks("Q8_0", E, I, 64), grad(E, I), *plan_parts(), True, True, "Q8_0"),
+    "grouped_linear exact": lambda: (
+        grad(T * K, 256), blocks("Q4_K", 2 * E, I, 256)[::2], None, *plan_parts(), False, True, "Q4_K:exact"),
+    "grouped_linear_transposed": lambda: (
+        rand(T * K, I), blocks("Q8_0", E, I, 64), *plan_parts(), True, True, "Q8_0"),
+    "grouped_linear_transposed strided": lambda: (
+        turned(T * K, I), blocks("Q4_K", 2 * E, I, 256)[::2], *plan_parts(), False, False, "Q4_K:exact"),
     "grouped_outer": lambda: (rand(T * K, I), rand(T, H), *plan_parts(), True, True),
     "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), *plan_parts(), False, False),
     "glu": lambda: (grad(T, 2 * I), None, *SILU, "halves"),
@@ -103,12 +119,18 @@ CALLS = {
     "combine_backward strided": lambda: (
         turned(T, H), None, turned(T * K, H), turned(T, K), torch.randperm(T * K).int(), turned(T, H), rand(T), None,
         turned(T, H), None, 1e-6),
-    "experts": lambda: (*expert_inputs(), *tail(tracked=False), *SILU, "halves"),
-    "experts sum": lambda: (*expert_inputs(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves"),
+    "experts": lambda: (*expert_inputs(), *tail(tracked=False), *SILU, "halves", *PLAIN_STACKS),
+    "experts sum": lambda: (
+        *expert_inputs(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves", *PLAIN_STACKS),
+    "experts blocks": lambda: (
+        rand(T, 32), IDS, rand(T, K), blocks("Q8_0", E, 64, 32), blocks("Q4_0", E, 64, 32), blocks("Q5_1", E, 32, 64),
+        rand(E, 128), None, None, None, None, None, None, None, rand(T, 32), None, 1e-6, *SILU, "halves",
+        "Q8_0", "Q4_0:exact", "Q5_1"),
     "experts_out": lambda: (
-        *expert_inputs(), *tail(tracked=False), *SILU, "interleaved", torch.zeros(T, H), torch.zeros(T, H)),
+        *expert_inputs(), *tail(tracked=False), *SILU, "interleaved", torch.zeros(T, H), torch.zeros(T, H),
+        *PLAIN_STACKS),
     "experts_out sum": lambda: (
-        *expert_inputs(), *tail(tracked=False, norm=False), *SILU, "halves", torch.zeros(T, H), None),
+        *expert_inputs(), *tail(tracked=False, norm=False), *SILU, "halves", torch.zeros(T, H), None, *PLAIN_STACKS),
 }  # fmt: skip
 
 
@@ -141,6 +163,9 @@ def test_opcheck(name, target):
     if not has(backend, op.removesuffix("_out")):
         pytest.skip(f"{backend} leaves {op} to the reference")
     arguments = tuple(moved(value, device) for value in CALLS[name]())
+    specs = [value for value in arguments if isinstance(value, str) and value.partition(":")[0] in FORMATS]
+    if not {spec.partition(":")[0] for spec in specs}.issubset(formats_of(backend)):
+        pytest.skip(f"{backend} leaves {', '.join(specs)} to the reference")
     torch.library.opcheck(getattr(torch.ops.moefuse, op).default, (*arguments, backend))
 
 
@@ -157,6 +182,7 @@ def make_plan(ids):
 
 
 NORM, LOGIT_BIAS = rand(H), rand(E)
+DOWN = QuantTensor(blocks("Q5_0", E, 32, 64), "Q5_0", exact=True)
 PUBLIC = {
     "route": (
         lambda logits, scale: moefuse.route(logits, Routing(K, softcap=9.0), per_expert_scale=scale),
@@ -196,6 +222,15 @@ PUBLIC = {
         lambda x, ids, weights, gate_up, down: moefuse.experts(x, ids, weights, gate_up, down, activation="gelu"),
         lambda rows: (
             torch.randn(rows, H), token_ids(rows), rand(rows, K), torch.randn(E, 2 * I, H), torch.randn(E, H, I),
+        ),
+    ),
+    "experts blocks": (
+        lambda x, ids, weights, gate, up: moefuse.experts(
+            x, ids, weights, (QuantTensor(gate, "Q8_0"), QuantTensor(up, "MXFP4")), DOWN
+        ),
+        lambda rows: (
+            torch.randn(rows, 32), token_ids(rows), rand(rows, K), blocks("Q8_0", E, 64, 32),
+            blocks("MXFP4", E, 64, 32),
         ),
     ),
     "moe": (

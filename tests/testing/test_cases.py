@@ -19,7 +19,7 @@ def test_inputs_depend_on_the_seed_alone() -> None:
     for case in CASES:
         first, again, other = (case.inputs(seed, case.dtypes[0]) for seed in (1, 1, 2))
         assert str(first) == str(again)
-        if case.name not in ("no_token", "empty", "one_expert"):
+        if not case.name.endswith(("no_token", "empty", "one_expert")):
             assert str(first) != str(other)
 
 

@@ -4,6 +4,7 @@ A backend is a package beside this file that offers
 
 * ``OPS``: op name -> function with the signature of that op's ``<op>_reference``, checked tensors in, tensors out;
 * ``DTYPES``: the element types its kernels take;
+* ``FORMATS``: the block formats its products take in a `QuantTensor`, which then stands in a weight's place;
 * ``unavailable()``: None, or one sentence that says why it cannot run on this machine;
 * ``describe()``: facts for ``moefuse info``;
 * optionally ``emulates()``: device types beyond its row's that it runs on when asked by name.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.quant.tensor import QuantTensor
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -30,6 +32,14 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {_names(dtypes)}, got {_names((value.dtype,))}")
+    _check_place(op, name, value, dims, like)
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
+
+
+def _check_place(
+    op: str, name: str, value: Tensor | QuantTensor, dims: Mapping[str, int | None], like: Tensor | None
+) -> None:
     shape = value.shape
     if len(shape) != len(dims):
         raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got shape {list(shape)}")
@@ -39,8 +49,16 @@ def check_tensor(
             raise ValueError(f"{op}: {name} must be [{wanted}], got {label}={got}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device} like the rest, got {value.device}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
+
+
+def check_weight(op: str, name: str, value: Any, dims: Mapping[str, int | None], x: Tensor) -> None:
+    """As `check_tensor`, for a weight: in the type of x, or in blocks."""
+    if isinstance(value, QuantTensor):
+        _check_place(op, name, value, dims, x)
+        return
+    check_tensor(op, name, value, dims, like=x)
+    if value.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} must have the type of x, {x.dtype}, got {value.dtype}")
 
 
 def check_optional(op: str, name: str, value: Any, dims: Mapping[str, int | None], like: Tensor) -> None:

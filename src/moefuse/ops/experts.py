@@ -16,7 +16,15 @@ from moefuse.ops.activation import (
     glu,
     glu_reference,
 )
-from moefuse.ops.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, widen
+from moefuse.ops.checks import (
+    INTEGERS,
+    check_float64,
+    check_instance,
+    check_optional,
+    check_tensor,
+    check_weight,
+    widen,
+)
 from moefuse.ops.combine import TAIL_SCHEMA, Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
 from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
@@ -24,15 +32,18 @@ from moefuse.ops.library import define
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
 from moefuse.ops.select import select
+from moefuse.quant.tensor import QuantTensor, unwrap, wrap
 from moefuse.types import MAX_EXPERTS, Activation, Plan, Routing
+
+Weight = Tensor | QuantTensor
 
 
 def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | tuple[Tensor, Tensor],
-    down: Tensor,
+    gate_up: Weight | tuple[Weight, Weight],
+    down: Weight,
     *,
     activation: str | Activation = "silu",
     gate_up_bias: Tensor | None = None,
@@ -56,8 +67,8 @@ def experts(
         ids: ``[T, top_k]`` int32 or int64; an id outside ``[0, E)`` is "no expert" and contributes nothing.
         weights: ``[T, top_k]``.
         gate_up: ``[E, 2I, H]`` in the type of x, or ``(gate, up)``, each ``[E, I, H]``; ``[E, I, H]`` when the
-            activation is ungated.
-        down: ``[E, H, I]``.
+            activation is ungated. Each stack may instead be a `moefuse.QuantTensor`, of any format.
+        down: ``[E, H, I]``, or a `moefuse.QuantTensor`.
         activation: a name or an `Activation`.
         gate_up_bias: ``[E, 2I]`` in ``layout`` (halves when gate and up come apart), or ``[E, I]`` when ungated.
         down_bias: ``[E, H]``.
@@ -81,11 +92,12 @@ def experts(
     check_stacks("experts", x, first, up, down, activation, gate_up_bias, down_bias, layout)
     check("experts", x, ids, weights, down.shape[0], plan)
     check_tail("experts", tail, x.shape[0], x)
-    inputs = (x, weights, first, up, down, gate_up_bias, down_bias, *tail[:5])
+    stacks, specs = zip(*map(unwrap, (first, up, down)), strict=True)
+    inputs = (x, weights, *stacks, gate_up_bias, down_bias, *tail[:5])
     if out is None and normed_out is None:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             if not torch.compiler.is_compiling():
-                select("experts", x, backend)  # an explicit choice that cannot run is refused in this op's name
+                select("experts", x, backend, specs)  # an explicit choice that cannot run is refused in this op's name
             return _composed(
                 x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
             )
@@ -93,20 +105,20 @@ def experts(
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
     parts = (None, None, None) if plan is None else (plan.offsets, plan.order, plan.inverse)
     args = (
-        x, ids, weights, first, up, down, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
+        x, ids, weights, *stacks, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
     )  # fmt: skip
     if out is not None:
-        _experts_out(*args, out, normed_out, backend)
+        _experts_out(*args, out, normed_out, *specs, backend)
         return out if normed_out is None else (out, normed_out)
-    summed, normed = _experts(*args, backend)
+    summed, normed = _experts(*args, *specs, backend)
     return summed if norm_weight is None else (summed, normed)
 
 
 def moe(
     x: Tensor,
     router: Tensor,
-    gate_up: Tensor | tuple[Tensor, Tensor],
-    down: Tensor,
+    gate_up: Weight | tuple[Weight, Weight],
+    down: Weight,
     routing: Routing,
     *,
     norm_weight: Tensor | None = None,
@@ -156,7 +168,8 @@ def moe(
     check_stacks("moe", x, first, up, down, check_activation("moe", activation), gate_up_bias, down_bias, layout)
     check_tail("moe", tail, x.shape[0], x)
     if out is not None or normed_out is not None:
-        inputs = (x, router, norm_weight, per_expert_scale, first, up, down, gate_up_bias, down_bias, *tail[:5])
+        stacks = (unwrap(stack)[0] for stack in (first, up, down))
+        inputs = (x, router, norm_weight, per_expert_scale, *stacks, gate_up_bias, down_bias, *tail[:5])
         out, normed_out = prepare_out("moe", tail, x.shape[0], x, out, normed_out, inputs)
     weights, ids, normed = gate(
         x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
@@ -208,24 +221,21 @@ def check_stacks(
     """The experts' weights, against x and each other."""
     check_tensor(op, "x", x, {"T": None, "H": None})
     H = x.shape[1]
-    check_tensor(op, "down", down, {"E": None, "H": H, "I": None}, like=x)
+    check_weight(op, "down", down, {"E": None, "H": H, "I": None}, x)
     E, _, I = down.shape
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: E must be from 1 to {MAX_EXPERTS}, got {E}")
     check_layout(op, layout)
     rows = activation.width(I)
     if up is None:
-        check_tensor(op, "gate_up", gate_up, {"E": E, "2I" if activation.gated else "I": rows, "H": H}, like=x)
+        check_weight(op, "gate_up", gate_up, {"E": E, "2I" if activation.gated else "I": rows, "H": H}, x)
     else:
         if not activation.gated:
             raise ValueError(f"{op}: gate_up must be one tensor for an ungated activation, got gate and up")
         if layout != "halves":
             raise ValueError(f"{op}: layout must be halves when gate and up come apart, got {layout!r}")
-        check_tensor(op, "gate", gate_up, {"E": E, "I": I, "H": H}, like=x)
-        check_tensor(op, "up", up, {"E": E, "I": I, "H": H}, like=x)
-    for name, stack in (("gate_up", gate_up), ("up", up), ("down", down)):
-        if stack is not None and stack.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have the type of x, {x.dtype}, got {stack.dtype}")
+        check_weight(op, "gate", gate_up, {"E": E, "I": I, "H": H}, x)
+        check_weight(op, "up", up, {"E": E, "I": I, "H": H}, x)
     check_optional(op, "gate_up_bias", gate_up_bias, {"E": E, "rows": rows}, x)
     check_optional(op, "down_bias", down_bias, {"E": E, "H": H}, x)
     check_float64(op, {"x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
@@ -240,9 +250,9 @@ def _composed(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Weight,
+    up: Weight | None,
+    down: Weight,
     activation: Activation,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
@@ -271,9 +281,9 @@ def experts_reference(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Weight,
+    up: Weight | None,
+    down: Weight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     offsets: Tensor | None,
@@ -309,7 +319,7 @@ def experts_reference(
 
 def _experts_kernel(*args: Any) -> tuple[Tensor, Tensor]:
     out, normed = _experts_fake(*args)
-    _experts_out_kernel(*args[:-1], out, None if args[15] is None else normed, args[-1])
+    _experts_out_kernel(*args[:-4], out, None if args[15] is None else normed, *args[-4:])
     return out, normed
 
 
@@ -319,10 +329,13 @@ def _experts_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=out_dtype(tail, x)), normed
 
 
-def _experts_out_kernel(x: Tensor, *rest: Any) -> None:
-    *tensors, kind, gated, alpha, limit, layout, out, normed_out, backend = rest
-    run = select("experts", x, backend).run
-    run(x, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
+def _experts_out_kernel(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, up: Any, down: Any, *rest: Any
+) -> None:
+    *tensors, kind, gated, alpha, limit, layout, out, normed_out, gate_up_spec, up_spec, down_spec, backend = rest
+    run = select("experts", x, backend, (gate_up_spec, up_spec, down_spec)).run
+    stacks = wrap(gate_up, gate_up_spec), wrap(up, up_spec), wrap(down, down_spec)
+    run(x, ids, weights, *stacks, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
 
 
 _SCHEMA = (
@@ -330,14 +343,15 @@ _SCHEMA = (
     "Tensor? down_bias, Tensor? offsets, Tensor? order, Tensor? inverse, "
     f"{TAIL_SCHEMA}, {ACTIVATION_SCHEMA}, str layout"
 )
+_FORMATS = "str? gate_up_format, str? up_format, str? down_format"
 _experts = define(
-    f"experts({_SCHEMA}, str? backend) -> (Tensor, Tensor)",
+    f"experts({_SCHEMA}, {_FORMATS}, str? backend) -> (Tensor, Tensor)",
     _experts_kernel,
     reference=experts_reference,
     fake=_experts_fake,
 )
 _experts_out = define(
-    f"experts_out({_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, str? backend) -> ()",
+    f"experts_out({_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, {_FORMATS}, str? backend) -> ()",
     _experts_out_kernel,
     reference=None,
     fake=lambda *_: None,

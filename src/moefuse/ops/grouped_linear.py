@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
+from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, check_weight, widen
 from moefuse.ops.library import define
 from moefuse.ops.select import inherit, select
+from moefuse.quant.tensor import QuantTensor, unwrap, wrap
 from moefuse.types import Plan
 
 
 def grouped_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantTensor,
     plan: Plan,
     *,
     gather: bool,
@@ -29,7 +30,7 @@ def grouped_linear(
     Args:
         x: with ``gather``, token rows ``[T, K]`` (each read top_k times, without a copy) or slot rows ``[S, K]`` in
             ``token * top_k + slot`` order; without, ``[S, K]`` in the plan's expert-major order.
-        weight: ``[E, N, K]``, the type of x; any strides.
+        weight: ``[E, N, K]``, the type of x and any strides, or a `moefuse.QuantTensor`.
         plan: from `plan`.
         gather: how rows of x are found.
         scatter: result rows in slot order; otherwise expert-major.
@@ -49,7 +50,8 @@ def grouped_linear(
             [ 3.]])
     """
     check(x, weight, plan, gather, bias)
-    y: Tensor = _grouped_linear(x, weight, bias, plan.offsets, plan.order, gather, scatter, backend)
+    stack, spec = unwrap(weight)
+    y: Tensor = _grouped_linear(x, stack, bias, plan.offsets, plan.order, gather, scatter, spec, backend)
     return y
 
 
@@ -96,9 +98,7 @@ def check(x: Any, weight: Any, plan: Any, gather: bool, bias: Any) -> None:
     check_instance("grouped_linear", "plan", plan, Plan)
     _check_rows("grouped_linear", x, plan, gather)
     stack = {"E": plan.num_experts, "N": None, "K": x.shape[1]}
-    check_tensor("grouped_linear", "weight", weight, stack, like=x)
-    if weight.dtype != x.dtype:
-        raise TypeError(f"grouped_linear: weight must have the type of x, {x.dtype}, got {weight.dtype}")
+    check_weight("grouped_linear", "weight", weight, stack, x)
     check_optional("grouped_linear", "bias", bias, {"E": plan.num_experts, "N": weight.shape[1]}, x)
     check_float64("grouped_linear", {"x": x, "bias": bias})
 
@@ -110,19 +110,43 @@ def _x_rows(x: Tensor, order: Tensor, gather: bool) -> Tensor:
     return x[order.long() // (order.shape[0] // max(x.shape[0], 1) or 1)]
 
 
+def _expert(weight: Tensor | QuantTensor, e: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of one expert in the type of arithmetic; blocks are opened one expert at a time."""
+    return weight[e].dequantize(dtype) if isinstance(weight, QuantTensor) else widen(weight[e])
+
+
 def grouped_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+    x: Tensor,
+    weight: Tensor | QuantTensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    order: Tensor,
+    gather: bool,
+    scatter: bool,
 ) -> Tensor:
     rows = widen(_x_rows(x, order, gather))
     y = rows.new_zeros(order.shape[0], weight.shape[1])
     bounds = offsets.tolist()
     for e, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start < stop:
-            y[start:stop] = rows[start:stop] @ widen(weight[e]).T
+            y[start:stop] = rows[start:stop] @ _expert(weight, e, rows.dtype).T
             if bias is not None:
                 y[start:stop] += widen(bias[e])
     y = y.to(x.dtype)
     return torch.empty_like(y).index_copy_(0, order.long(), y) if scatter else y
+
+
+def grouped_linear_transposed_reference(
+    grad: Tensor, weight: QuantTensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+) -> Tensor:
+    """The input gradient where the weight is in blocks, which have no transposed view."""
+    grads = widen(grad[order.long()] if gather else grad)
+    d_x = grads.new_zeros(order.shape[0], weight.shape[2])
+    for e, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        if start < stop:
+            d_x[start:stop] = grads[start:stop] @ _expert(weight, e, grads.dtype)
+    d_x = d_x.to(grad.dtype)
+    return torch.empty_like(d_x).index_copy_(0, order.long(), d_x) if scatter else d_x
 
 
 def grouped_outer_reference(
@@ -138,14 +162,25 @@ def grouped_outer_reference(
     return d_weight
 
 
-def _grouped_linear_kernel(
-    x: Tensor, weight: Tensor, bias: Any, offsets: Tensor, order: Tensor, gather: bool, scatter: bool, backend: Any
-) -> Any:
-    return select("grouped_linear", x, backend).run(x, weight, bias, offsets, order, gather, scatter)
+def _grouped_linear_kernel(x: Tensor, weight: Tensor, *rest: Any) -> Any:
+    *tensors, spec, backend = rest
+    run = select("grouped_linear", x, backend, (spec,)).run
+    return run(x, wrap(weight, spec), *tensors)
 
 
 def _grouped_linear_fake(x: Tensor, weight: Tensor, bias: Any, offsets: Any, order: Tensor, *_: Any) -> Tensor:
     return x.new_empty(order.shape[0], weight.shape[1])
+
+
+def _grouped_linear_transposed_kernel(grad: Tensor, weight: Tensor, *rest: Any) -> Any:
+    *tensors, spec, backend = rest
+    run = select("grouped_linear_transposed", grad, backend, (spec,)).run
+    return run(grad, wrap(weight, spec), *tensors)
+
+
+def _grouped_linear_transposed_fake(grad: Tensor, weight: Tensor, offsets: Any, order: Tensor, *rest: Any) -> Tensor:
+    columns = wrap(weight, rest[2]).shape[2]
+    return grad.new_empty(order.shape[0], columns)
 
 
 def _grouped_outer_kernel(
@@ -159,7 +194,7 @@ def _grouped_outer_fake(grad: Tensor, x: Tensor, offsets: Tensor, *_: Any) -> Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, offsets, order, ctx.gather, ctx.scatter, ctx.backend = inputs
+    x, weight, bias, offsets, order, ctx.gather, ctx.scatter, ctx.spec, ctx.backend = inputs
     ctx.save_for_backward(x, weight, bias, offsets, order)
 
 
@@ -170,8 +205,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     d_x = d_weight = d_bias = None
     if ctx.needs_input_grad[0]:
         # The mirror product: read rows where the forward wrote them, write rows where it read them.
-        mirrored = weight.transpose(1, 2)
-        d_x = _grouped_linear(grad, mirrored, None, offsets, order, ctx.scatter, ctx.gather, ctx.backend)
+        if ctx.spec is None:
+            mirrored = weight.transpose(1, 2)
+            d_x = _grouped_linear(grad, mirrored, None, offsets, order, ctx.scatter, ctx.gather, None, ctx.backend)
+        else:
+            by = inherit("grouped_linear_transposed", ctx.backend)
+            d_x = _grouped_linear_transposed(grad, weight, offsets, order, ctx.scatter, ctx.gather, ctx.spec, by)
         if d_x.shape[0] != x.shape[0]:
             d_x = widen(d_x).view(x.shape[0], -1, x.shape[1]).sum(1).to(x.dtype)
     if ctx.needs_input_grad[1]:
@@ -179,17 +218,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if bias is not None and ctx.needs_input_grad[2]:
         ones = grad.new_ones(order.shape[0], 1)
         d_bias = _grouped_outer(grad, ones, offsets, order, False, ctx.scatter, outer)[..., 0].to(bias.dtype)
-    return d_x, d_weight, d_bias, None, None, None, None, None
+    return d_x, d_weight, d_bias, None, None, None, None, None, None
 
 
 _grouped_linear = define(
     "grouped_linear(Tensor x, Tensor weight, Tensor? bias, Tensor offsets, Tensor order, bool gather, bool scatter, "
-    "str? backend) -> Tensor",
+    "str? weight_format, str? backend) -> Tensor",
     _grouped_linear_kernel,
     reference=grouped_linear_reference,
     fake=_grouped_linear_fake,
     backward=_backward,
     setup_context=_setup_context,
+)
+_grouped_linear_transposed = define(
+    "grouped_linear_transposed(Tensor grad, Tensor weight, Tensor offsets, Tensor order, bool gather, bool scatter, "
+    "str weight_format, str? backend) -> Tensor",
+    _grouped_linear_transposed_kernel,
+    reference=grouped_linear_transposed_reference,
+    fake=_grouped_linear_transposed_fake,
 )
 _grouped_outer = define(
     "grouped_outer(Tensor grad, Tensor x, Tensor offsets, Tensor order, bool gather, bool scatter, str? backend) "

@@ -17,6 +17,7 @@ import torch
 
 from moefuse import backends, config
 from moefuse.backends import REFERENCE
+from moefuse.quant.tensor import format_in
 
 _log = logging.getLogger("moefuse")
 
@@ -42,7 +43,9 @@ class Selection:
     decisions: tuple[Decision, ...]
 
 
-def _rejection(row: backends.Backend, op: str, device: str, dtype: torch.dtype, by_name: bool) -> str | None:
+def _rejection(
+    row: backends.Backend, op: str, device: str, dtype: torch.dtype, specs: tuple[str | None, ...], by_name: bool
+) -> str | None:
     if device not in row.devices and not (by_name and device in row.emulated()):
         return f"it runs on {', '.join(row.devices)} tensors, not {device}"
     missing = row.missing()
@@ -53,11 +56,14 @@ def _rejection(row: backends.Backend, op: str, device: str, dtype: torch.dtype, 
         return f"it has no kernel for {op}"
     if dtype.is_floating_point and dtype not in module.DTYPES:
         return f"it has no {str(dtype).removeprefix('torch.')} kernels"
-    return None
+    lacking = {format_in(spec): None for spec in specs if spec is not None and format_in(spec) not in module.FORMATS}
+    return f"it has no kernel for {', '.join(lacking)}" if lacking else None
 
 
 @functools.cache
-def _resolve(op: str, device: str, dtype: torch.dtype, explicit: str | None, source: str) -> Selection:
+def _resolve(
+    op: str, device: str, dtype: torch.dtype, specs: tuple[str | None, ...], explicit: str | None, source: str
+) -> Selection:
     if explicit is not None and explicit not in backends.names():
         raise ValueError(f"{op}: {source} must be one of {', '.join(backends.names())}, got {explicit!r}")
     decisions: list[Decision] = []
@@ -65,7 +71,7 @@ def _resolve(op: str, device: str, dtype: torch.dtype, explicit: str | None, sou
         if explicit not in (None, row.name):
             decisions.append(Decision(row.name, False, f"{source} asks for {explicit}"))
             continue
-        reason = _rejection(row, op, device, dtype, explicit is not None)
+        reason = _rejection(row, op, device, dtype, specs, explicit is not None)
         if reason is None:
             decisions.append(Decision(row.name, True, f"takes {device} tensors" if explicit is None else source))
             return Selection(op, device, row.name, row.load().OPS[op], tuple(decisions))
@@ -77,10 +83,12 @@ def _resolve(op: str, device: str, dtype: torch.dtype, explicit: str | None, sou
 
 
 @functools.cache
-def _chosen(op: str, device: str, dtype: torch.dtype, backend: str | None, forced: str | None) -> Selection:
+def _chosen(
+    op: str, device: str, dtype: torch.dtype, specs: tuple[str | None, ...], backend: str | None, forced: str | None
+) -> Selection:
     """As `resolve`, and say once when the backend made for this device does not serve."""
     explicit, source = (forced, "MOEFUSE_BACKEND") if backend is None else (backend, "backend=")
-    selection = _resolve(op, device, dtype, explicit, source)
+    selection = _resolve(op, device, dtype, specs, explicit, source)
     if explicit is None and selection.backend == REFERENCE:
         for row, decision in zip(backends.BACKENDS, selection.decisions, strict=False):
             if device in row.devices:
@@ -88,14 +96,14 @@ def _chosen(op: str, device: str, dtype: torch.dtype, backend: str | None, force
     return selection
 
 
-def select(op: str, like: torch.Tensor, backend: str | None) -> Selection:
-    """The backend that runs ``op`` on tensors like ``like``."""
-    return _chosen(op, like.device.type, like.dtype, backend, config.backend())
+def select(op: str, like: torch.Tensor, backend: str | None, specs: tuple[str | None, ...] = ()) -> Selection:
+    """The backend that runs ``op`` on tensors like ``like``, with weights in the formats of ``specs`` (None: plain)."""
+    return _chosen(op, like.device.type, like.dtype, specs, backend, config.backend())
 
 
 def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
     """The default choice for a device that need not be there."""
-    return _resolve(op, device, dtype, config.backend(), "MOEFUSE_BACKEND")
+    return _resolve(op, device, dtype, (), config.backend(), "MOEFUSE_BACKEND")
 
 
 def inherit(op: str, backend: str | None) -> str | None:

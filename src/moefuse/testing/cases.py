@@ -6,7 +6,7 @@ result with the float64 reference on the same inputs, and every gradient where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor
 
 import moefuse
 from moefuse import backends
+from moefuse.quant.formats import FORMATS
+from moefuse.quant.tensor import QuantTensor, format_in
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
 from moefuse.testing.poison import poisoned
+from moefuse.testing.random_blocks import random_blocks
 from moefuse.types import Activation, Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,9 +33,16 @@ _TOLERANCE = {
         1e-3, 8e-4, "half a unit is 2**-12; hidden row, expert output and result round, experts may cancel"
     ),
 }
+_BLOCKS = Tolerance(1e-5, 1e-5, "a kernel may apply the scales of a block to its sum, in f32")
 _GATE = Tolerance(
     3e-6, 3e-6, "the absolute error of a logit, an f32 sum of products, is the relative one of its weight"
 )
+# Each row of activations is rounded to 8 bits per block: at most 1/254 of the block's largest, 0.3% to 0.7% of a row.
+_INT8 = {
+    "grouped_linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
+    "experts": Tolerance(5e-2, 2e-2, "activations in 8 bits, before the up and before the down product"),
+}
+_INT8_GRADIENT = Tolerance(5e-2, 2e-2, "the forward's activations in 8 bits")
 # A gradient passes through two or three more products than its forward, each adding an error of its own.
 _GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
 
@@ -53,6 +63,10 @@ class Inputs:
         """Scaled by its fan-in, as trained weights are: results keep the size of their inputs."""
         return self.normal(*shape, scale=shape[-1] ** -0.5)
 
+    def stack(self, spec: str | None, *shape: int) -> Tensor | QuantTensor:
+        """As `weight`; with a spec such as "Q4_K" or "Q4_K:exact", in blocks."""
+        return self.weight(*shape) if spec is None else random_blocks(spec, shape, self.rng, shape[-1] ** -0.5)
+
     def ids(self, T: int, top_k: int, E: int) -> Tensor:
         """Distinct experts per token."""
         scores = torch.rand((T, E), generator=self.rng)
@@ -72,6 +86,17 @@ class Case:
     make: Callable[[Inputs], dict[str, Any]]
     dtypes: tuple[torch.dtype, ...] = DTYPES
     gradients: bool = True
+    specs: tuple[str, ...] = ()
+
+    @property
+    def formats(self) -> set[str]:
+        """Of the quantised weights."""
+        return {format_in(spec) for spec in self.specs}
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether a backend may round activations to 8 bits: a format that is not asked to be exact."""
+        return any(spec in FORMATS for spec in self.specs)
 
     @property
     def id(self) -> str:
@@ -117,6 +142,8 @@ def _describe(value: Any) -> str:
         return f"{_short(value.dtype)} {list(value.shape)}{strides}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
+    if isinstance(value, QuantTensor):
+        return f"{value.spec} {list(value.shape)}"
     if isinstance(value, moefuse.Plan):
         return f"Plan of {value.assignments} assignments, {value.num_experts} experts, top_k={value.top_k}"
     return repr(value)
@@ -138,9 +165,18 @@ def runnable(emulated: bool = False) -> list[tuple[str, str]]:
     return found
 
 
-def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
-    """The element types of a case that a backend has kernels for."""
+def formats_of(backend: str) -> Collection[str]:
+    """The block formats that a backend takes."""
     row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    found: Collection[str] = FORMATS if row is None else row.load().FORMATS if row.exists() else ()
+    return found
+
+
+def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
+    """The element types of a case that a backend has kernels for; none where it lacks a format."""
+    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    if not case.formats.issubset(formats_of(backend)):
+        return ()
     return case.dtypes if row is None else tuple(dtype for dtype in case.dtypes if dtype in row.load().DTYPES)
 
 
@@ -150,6 +186,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         return tuple(map_tensors(item, change) for item in value)
+    if isinstance(value, QuantTensor):
+        return QuantTensor(change(value.blocks), value.format, value.exact)
     if isinstance(value, moefuse.Plan):
         counts, offsets, order, inverse = map(change, (value.counts, value.offsets, value.order, value.inverse))
         return moefuse.Plan(counts, offsets, order, inverse, value.top_k)
@@ -203,15 +241,22 @@ def _wide(t: Tensor) -> Tensor:
     return t.cpu().double() if t.is_floating_point() else t.cpu()
 
 
-def tolerance_of(op: str, result: str, value: Tensor, dtype: torch.dtype) -> Tolerance:
-    """The bound for one result: integers are exact, routing weights are float32 whatever the model is."""
+def tolerance_of(
+    op: str, result: str, value: Tensor, dtype: torch.dtype, *, blocks: bool = False, int8: bool = False
+) -> Tolerance:
+    """The bound for one result: integers are exact, routing weights are float32 whatever the model is.
+
+    ``blocks``: weights are quantised. ``int8``: so that a backend may round activations to 8 bits.
+    """
     if not value.is_floating_point():
         return EXACT
     if result.startswith("gradient"):
-        return _GRADIENT
+        return _INT8_GRADIENT if int8 else _GRADIENT
+    if int8:
+        return _INT8["experts" if op == "moe" else op]
     if result == "weights":
         return _TOLERANCE[torch.float32] if op == "route" else _GATE
-    return _TOLERANCE[dtype]
+    return _BLOCKS if blocks and dtype == torch.float32 else _TOLERANCE[dtype]
 
 
 def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int, *, gradients: bool = True) -> Outcome:
@@ -233,7 +278,7 @@ def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int, *,
             failures[name] = "missing from the result"
             continue
         errors[name] = difference(got[name], value, whole=name.startswith("gradient"))
-        bound = tolerance_of(case.op, name, value, dtype)
+        bound = tolerance_of(case.op, name, value, dtype, blocks=bool(case.specs), int8=case.rounds_activations)
         if not errors[name].within(bound):
             failures[name] = (
                 f"worst {errors[name].worst:.3g} (at most {bound.worst:g}), rms {errors[name].rms:.3g} "
@@ -319,9 +364,14 @@ def _linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: b
             ids = torch.full_like(ids, E - 1)
         plan = moefuse.plan(ids, E, backend=backends.REFERENCE)
         rows = T if gather and not on.get("slots") else T * top_k
-        weight = inputs.weight(E, K, N).transpose(1, 2) if on.get("transposed") else inputs.weight(E, N, K)
+        x, weight = inputs.normal(rows, K), inputs.stack(on.get("blocks"), E, N, K)
+        if on.get("transposed"):
+            weight = inputs.weight(E, K, N).transpose(1, 2)
+        if on.get("blocks"):
+            # Bounded, so that the step of 8-bit activations, which follows the largest, is the same in every row.
+            x = inputs.uniform(rows, K, low=-1.7, high=1.7)
         bias = inputs.normal(E, N) if on.get("bias") else None
-        return {"x": inputs.normal(rows, K), "weight": weight, "plan": plan, "gather": gather, "scatter": scatter,
+        return {"x": x, "weight": weight, "plan": plan, "gather": gather, "scatter": scatter,
                 "bias": bias}  # fmt: skip
 
     return make
@@ -374,15 +424,14 @@ def _experts(T: int, E: int, H: int, I: int, top_k: int, **on: Any) -> Any:
     def make(inputs: Inputs) -> dict[str, Any]:
         activation = Activation.of(on.get("activation", "silu"))
         rows = activation.width(I)
-        gate_up: Any = inputs.weight(E, rows, H)
-        if on.get("apart"):
-            gate_up = (inputs.weight(E, I, H), inputs.weight(E, I, H))
         ids = _messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
         if on.get("one_expert"):
             ids = torch.zeros_like(ids)
-        made = {"x": inputs.normal(T, H), "ids": ids, "weights": inputs.shares(T, top_k), "gate_up": gate_up,
-                "down": inputs.weight(E, H, I), "activation": activation,
-                "layout": on.get("layout", "halves")}  # fmt: skip
+        *first, last = on.get("blocks", (None,) * (3 if on.get("apart") else 2))
+        stacks = tuple(inputs.stack(spec, E, rows // len(first), H) for spec in first)
+        made = {"x": inputs.normal(T, H), "ids": ids, "weights": inputs.shares(T, top_k),
+                "gate_up": stacks if len(stacks) == 2 else stacks[0], "down": inputs.stack(last, E, H, I),
+                "activation": activation, "layout": on.get("layout", "halves")}  # fmt: skip
         if on.get("bias"):
             made |= {"gate_up_bias": inputs.normal(E, rows), "down_bias": inputs.normal(E, H)}
         if on.get("tail"):
@@ -405,6 +454,18 @@ def _moe(T: int, E: int, H: int, I: int, routing: Routing) -> Any:
                 "next_norm_weight": inputs.uniform(H)}  # fmt: skip
 
     return make
+
+
+def _linear_in_blocks(spec: str, name: str, why: str) -> Case:
+    K = 512 if FORMATS[format_in(spec)].values == 256 else 416
+    return Case(
+        "grouped_linear", name, why, _linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True), specs=(spec,)
+    )
+
+
+def _experts_in_blocks(name: str, why: str, specs: tuple[str | None, ...], T: int = 7, **on: Any) -> Case:
+    make = _experts(T, 6, 256, 256, 2, blocks=specs, **on)
+    return Case("experts", name, why, make, gradients=T > 1, specs=tuple(spec for spec in specs if spec))
 
 
 _DEEPSEEK = Routing(top_k=4, score="sigmoid", scale=2.5, groups=4, top_groups=2, group_score="top2_sum")
@@ -455,6 +516,8 @@ CASES: tuple[Case, ...] = (
          _linear(9, 4, 24, 40, 2, False, False, transposed=True)),
     Case("grouped_linear", "one_token", "T=1", _linear(1, 16, 96, 128, 8, True, False)),
     Case("grouped_linear", "no_token", "T=0", _linear(0, 4, 8, 16, 2, True, True), gradients=False),
+    *(_linear_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
+    *(_linear_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
     Case("grouped_outer", "up", "gradient of the up product", _outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
     Case("grouped_outer", "down", "of the down product", _outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
     Case("grouped_outer", "no_token", "T=0: all zero", _outer(0, 3, 8, 8, 2, True, False), DTYPES, False),
@@ -498,6 +561,21 @@ CASES: tuple[Case, ...] = (
     Case("experts", "apart", "gate and up as two stacks", _experts(9, 8, 48, 36, 2, apart=True, bias=True)),
     Case("experts", "strided", "non-contiguous x, weights and stack", _experts(9, 4, 32, 24, 2, strided=True)),
     Case("experts", "no_token", "T=0", _experts(0, 4, 16, 8, 2, tail=True), gradients=False),
+    *(_experts_in_blocks(f"{name.lower()}_both", f"{name} throughout", (name, name)) for name in FORMATS),
+    _experts_in_blocks("q4_k_m", "as Q4_K_M files have it: gate and up in Q4_K, down in Q6_K", ("Q4_K", "Q4_K", "Q6_K"),
+                       tail=True),
+    _experts_in_blocks("q4_k_m_decode", "the same at T=1", ("Q4_K", "Q4_K", "Q6_K"), T=1, tail=True),
+    _experts_in_blocks("q4_k_m_exact", "the same, activations in f32", ("Q4_K:exact", "Q4_K:exact", "Q6_K:exact"),
+                       tail=True, messy=True, bias=True),
+    _experts_in_blocks("q4_k_m_prefill", "many rows per expert", ("Q4_K:exact", "Q4_K:exact", "Q6_K:exact"), T=90),
+    _experts_in_blocks("mixed", "gate, up and down of three types", ("Q5_K:exact", "Q8_0:exact", "Q4_0:exact")),
+    _experts_in_blocks("mixed_plain", "blocks beside a plain stack", ("Q6_K:exact", None)),
+    _experts_in_blocks("plain_mixed", "a plain stack beside blocks", (None, "IQ4_XS:exact")),
+    _experts_in_blocks("mxfp4_gpt_oss", "interleaved, biases, clamped", ("MXFP4:exact", "MXFP4:exact"),
+                       activation="swiglu_oai", layout="interleaved", bias=True),
+    _experts_in_blocks("q8_0_ungated", "ungated relu2", ("Q8_0:exact", "Q8_0:exact"),
+                       activation=Activation("relu2", gated=False)),
+    _experts_in_blocks("q4_k_no_token", "T=0", ("Q4_K", "Q4_K"), T=0),
     Case("moe", "qwen3", "the whole block", _moe(7, 16, 64, 48, Routing(top_k=4))),
     Case("moe", "decode", "the whole block, T=1", _moe(1, 32, 96, 32, Routing(top_k=8))),
 )  # fmt: skip
@@ -514,4 +592,8 @@ def support_table() -> str:
         cells = ["kernel" if all(part in has[name] for part in parts) else "reference" for name in names]
         covered = ", ".join(case.name for case in CASES if case.op == op)
         lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
+    lines += ["", f"| format | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for name in FORMATS:
+        cells = ["kernel" if name in formats_of(backend) else "reference" for backend in names]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -28,6 +28,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "experts": experts,
 }
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+FORMATS: frozenset[str] = frozenset()
 
 
 def unavailable() -> str | None:

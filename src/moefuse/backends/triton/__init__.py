@@ -14,6 +14,7 @@ from moefuse import config
 # The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
+FORMATS: frozenset[str] = frozenset()
 
 #: op -> the module beside this one that has it
 _HOMES = {

@@ -1,0 +1,1 @@
+"""What the bytes of quantised weights mean: formats, blocks, tensors, files. Knows no backend."""

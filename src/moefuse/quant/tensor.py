@@ -1,0 +1,125 @@
+"""QuantTensor: weights that stay in their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.quant.blocks import unpack
+from moefuse.quant.formats import format_of
+
+_EXACT = ":exact"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantTensor:
+    """A frozen tensor in GGUF blocks, byte for byte, usually a stack of experts ``[E, N, K]``.
+
+    It takes the place of a weight in `moefuse.grouped_linear`, `moefuse.experts` and `moefuse.moe`. It is no parameter:
+    gradients pass through it to the other inputs, never to it.
+
+    Attributes:
+        blocks: uint8 ``[E, N, bytes of a row]``; rows follow each other without gaps, experts at any stride.
+        format: a name in `moefuse.quant.formats.FORMATS`.
+        exact: keep activations in float32. Otherwise a backend may round them to 8 bits per block, for speed.
+
+    >>> blocks = torch.tensor([0, 60] + [1, 255] * 16, dtype=torch.uint8)  # scale 1, then 1, -1, 1, -1, ..
+    >>> stack = QuantTensor(blocks.repeat(4, 2, 3), "Q8_0")
+    >>> stack
+    QuantTensor(Q8_0, shape=[4, 2, 96], device=cpu, 816 bytes)
+    >>> stack[1].dequantize()[0, :4]
+    tensor([ 1., -1.,  1., -1.])
+    """
+
+    blocks: Tensor
+    format: str
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        form = format_of(self.format)
+        blocks = self.blocks
+        if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
+            got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
+            raise TypeError(f"QuantTensor: blocks must be a uint8 tensor, got {got}")
+        if blocks.dim() < 1 or blocks.shape[-1] % form.nbytes:
+            rule = f"rows of whole {self.format} blocks, a multiple of {form.nbytes} bytes"
+            raise ValueError(f"QuantTensor: blocks must have {rule}, got shape {list(blocks.shape)}")
+        gap = blocks.dim() > 1 and blocks.shape[-2] > 1 and blocks.stride(-2) != blocks.shape[-1]
+        if blocks.shape[-1] and blocks.numel() and (blocks.stride(-1) != 1 or gap):
+            raise ValueError(
+                f"QuantTensor: rows of blocks must follow each other without gaps, got strides {blocks.stride()}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape, in weights."""
+        form = format_of(self.format)
+        return torch.Size((*self.blocks.shape[:-1], self.blocks.shape[-1] // form.nbytes * form.values))
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.numel()
+
+    @property
+    def spec(self) -> str:
+        """Format and mode in one string, as an op's schema carries them; `wrap` is the way back."""
+        return self.format + _EXACT if self.exact else self.format
+
+    def dim(self) -> int:
+        return self.blocks.dim()
+
+    def __len__(self) -> int:
+        return self.blocks.shape[0]
+
+    def __getitem__(self, index: int | slice) -> QuantTensor:
+        """Experts by number or slice: a view."""
+        if self.blocks.dim() < 2 or not isinstance(index, (int, slice)):
+            raise TypeError(f"QuantTensor: experts are taken by number or slice, got {index!r} of {self}")
+        return replace(self, blocks=self.blocks[index])
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantTensor:
+        """On another device. There is no other type to move to: see `dequantize`."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"QuantTensor: to() takes a device, got {device}; dequantize() gives numbers")
+        return replace(self, blocks=self.blocks.to(device, non_blocking=non_blocking))
+
+    def exactly(self, exact: bool = True) -> QuantTensor:
+        """The same blocks with activations kept in float32."""
+        return replace(self, exact=exact)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, in a tensor of their own: several times the memory of the blocks."""
+        if self.blocks.dim() < 3:
+            return unpack(self.blocks, self.format).to(dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for e in range(len(self)):
+            out[e] = self[e].dequantize(dtype)
+        return out
+
+    def __repr__(self) -> str:
+        mode = ", exact" if self.exact else ""
+        return (
+            f"QuantTensor({self.format}, shape={list(self.shape)}, device={self.device}, {self.nbytes:,} bytes{mode})"
+        )
+
+
+def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:
+    """A weight from what an op's schema carries: the tensor itself, or blocks and their `QuantTensor.spec`."""
+    return weight if spec is None else QuantTensor(weight, spec.removesuffix(_EXACT), spec.endswith(_EXACT))
+
+
+def unwrap(weight: Any) -> tuple[Any, str | None]:
+    """A weight as an op's schema carries it."""
+    return (weight.blocks, weight.spec) if isinstance(weight, QuantTensor) else (weight, None)
+
+
+def format_in(spec: str) -> str:
+    """The format's name in a `QuantTensor.spec`."""
+    return spec.removesuffix(_EXACT)
