@@ -3,11 +3,22 @@
 import pytest
 import torch
 
+import moefuse
 from moefuse.testing import cases
+from moefuse.testing.compare import difference
 
 EMULATED = [target for target in cases.runnable(emulated=True) if target not in cases.runnable()]
 #: thousands of interpreted programs each
 LONG = {"plan/many", "route/e1000", "gate/many", "experts/prefill"}
+#: of the experts in blocks, these stand for all in the short run; every format has its own product there
+IN_BLOCKS = {"experts/mixed", "experts/mixed_plain", "experts/mxfp4_gpt_oss"}
+
+
+def long(case: cases.Case, dtype: torch.dtype) -> bool:
+    """What the long run takes. These kernels keep activations as they are, so an exact product is the product again."""
+    again = case.op == "grouped_linear" and any(spec.endswith(":exact") for spec in case.specs)
+    in_blocks = case.op == "experts" and bool(case.specs) and case.id not in IN_BLOCKS
+    return dtype != torch.float32 or case.id in LONG or again or in_blocks
 
 
 def rows(slow: bool) -> list:
@@ -17,7 +28,7 @@ def rows(slow: bool) -> list:
         for target in EMULATED
         for case in cases.CASES
         for dtype in cases.dtypes_of(case, target[0])
-        if slow == (dtype != torch.float32 or case.id in LONG)
+        if slow == long(case, dtype)
     ]
 
 
@@ -41,7 +52,20 @@ def test_there_is_something_to_emulate() -> None:
 
 @pytest.mark.skipif(not EMULATED, reason="a GPU is here, the kernels run on it")
 def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong() -> None:
-    import moefuse
-
     with pytest.raises(ValueError, match="it has no bfloat16 kernels"):
         moefuse.glu(torch.ones(2, 4, dtype=torch.bfloat16), "silu", backend="triton")
+
+
+@pytest.mark.skipif(not EMULATED, reason="the case table runs it on the GPU")
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("kinds", [("Q4_K", None), (None, "Q8_0"), ("Q6_K", "Q3_K")])
+def test_gate_and_up_in_blocks_or_in_numbers(T: int, kinds: tuple[str | None, str | None], rng) -> None:
+    """Few tokens and more; sentinels; an I that fills no strip of 256."""
+    made = cases.Inputs(rng, torch.float32)
+    x, weights, ids = made.normal(T, 256), made.shares(T, 3), torch.randint(-1, 5, (T, 3), generator=rng)
+    stacks = tuple(made.stack(kind, 4, 96, 256) for kind in kinds)
+    down = made.stack("Q5_0", 4, 256, 96)
+    got = moefuse.experts(x, ids, weights, stacks, down, residual=x, backend="triton")
+    numbers = tuple(t.double() if isinstance(t, torch.Tensor) else t for t in stacks)
+    want = moefuse.experts(x.double(), ids, weights.double(), numbers, down, residual=x.double(), backend="reference")
+    assert difference(got, want).worst < 2e-6

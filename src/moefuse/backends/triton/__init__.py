@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from moefuse import config
+from moefuse.quant import formats
 
 # The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
-FORMATS: frozenset[str] = frozenset()
+FORMATS = frozenset(formats.FORMATS)
 
 #: op -> the module beside this one that has it
 _HOMES = {

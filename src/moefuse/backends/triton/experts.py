@@ -7,9 +7,10 @@ from torch import Tensor
 
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.few import experts_few
-from moefuse.backends.triton.grouped_linear import product, up_biases, up_rows
+from moefuse.backends.triton.grouped_linear import Rows, product, up_biases, up_rows
 from moefuse.backends.triton.plan import plan
 from moefuse.backends.triton.tiles import FEW_TOKENS, product_tile
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
@@ -17,9 +18,9 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Tensor | QuantTensor,
+    up: Tensor | QuantTensor | None,
+    down: Tensor | QuantTensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     offsets: Tensor | None,
@@ -49,14 +50,17 @@ def experts(
     biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     load = S / E
     hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
+    tile = product_tile(load, x.element_size(), activation.gated, x.device, gate_rows.format or rows_of_up.format)
     product(
         x, (gate_rows, rows_of_up), biases, offsets, order, gather=True, scatter=False, fill=False,
-        activation=activation, out=hidden, tile=product_tile(load, x.element_size(), activation.gated, x.device),
+        activation=activation, out=hidden, tile=tile,
     )  # fmt: skip
     y = torch.empty((S, x.shape[1]), dtype=x.dtype, device=x.device)
+    down_rows = Rows.of(down)
+    tile = product_tile(load, x.element_size(), False, x.device, down_rows.format)
     product(
-        hidden, (down, down), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
-        activation=None, out=y, tile=product_tile(load, x.element_size(), False, x.device),
+        hidden, (down_rows, down_rows), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
+        activation=None, out=y, tile=tile,
     )  # fmt: skip
     weighted_sum(
         y, weights, inverse, ids.contiguous(), E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,

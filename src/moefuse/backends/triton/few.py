@@ -8,10 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
 from moefuse.backends.triton.combine import contiguous, finish
-from moefuse.backends.triton.grouped_linear import up_biases, up_rows
+from moefuse.backends.triton.grouped_linear import Rows, alike, up_biases, up_rows
 from moefuse.backends.triton.launch import PDL, block_of, counters, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import few_tiles
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
@@ -19,8 +21,8 @@ from moefuse.types import Activation
 def _up_few_kernel(
     x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, E, N, K, top_k, stride_xt, stride_xk,
     stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit,
-    KIND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles."""
     wait(PDL)
@@ -30,26 +32,45 @@ def _up_few_kernel(
     if (expert < 0) | (expert >= E):
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     inside = n < N
-    x_ptrs = x_ptr + (s // top_k).to(tl.int64) * stride_xt + k * stride_xk
-    w_ptrs = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
-    u_ptrs = u_ptr + expert * stride_ue + n.to(tl.int64)[:, None] * stride_un + k[None, :] * stride_uk
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left = k < K - start
-        x = tl.load(x_ptrs, mask=left, other=0.0).to(tl.float32)
-        # [BLOCK_N, BLOCK_K]
-        w = tl.load(w_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
-        if GATED:
-            u = tl.load(u_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
-            up += u.to(tl.float32) * x[None, :]
-            u_ptrs += BLOCK_K * stride_uk
-        gate += w.to(tl.float32) * x[None, :]
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
-    g, u = tl.sum(gate, 1), tl.sum(up, 1)
+    x_row = x_ptr + (s // top_k).to(tl.int64) * stride_xt
+    if (W_FORMAT != "") | (U_FORMAT != ""):
+        r = tl.arange(0, BLOCK_N * RUNS)
+        # The last tile's rows past the end are the last row again, and not stored.
+        row = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS, N - 1).to(tl.int64)
+        w_rows = w_ptr + expert * stride_we + row * stride_wn
+        u_rows = u_ptr + expert * stride_ue + row * stride_un
+        at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
+        gate = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
+        up = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
+        for start in tl.range(0, K, STRIP, num_stages=STAGES):
+            x = tl.load(x_row + (start + at) * stride_xk, mask=start + at < K, other=0.0).to(tl.float32)
+            # [BLOCK_N * RUNS, 32]
+            gate += decode_runs(w_rows, start, r % RUNS, K, W_FORMAT) * x
+            if GATED:
+                up += decode_runs(u_rows, start, r % RUNS, K, U_FORMAT) * x
+        g = tl.sum(tl.reshape(tl.sum(gate, 1), [BLOCK_N, RUNS]), 1)
+        u = tl.sum(tl.reshape(tl.sum(up, 1), [BLOCK_N, RUNS]), 1)
+    else:
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_row + k * stride_xk
+        w_ptrs = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
+        u_ptrs = u_ptr + expert * stride_ue + n.to(tl.int64)[:, None] * stride_un + k[None, :] * stride_uk
+        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            left = k < K - start
+            x = tl.load(x_ptrs, mask=left, other=0.0).to(tl.float32)
+            # [BLOCK_N, BLOCK_K]
+            w = tl.load(w_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+            if GATED:
+                v = tl.load(u_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+                up += v.to(tl.float32) * x[None, :]
+                u_ptrs += BLOCK_K * stride_uk
+            gate += w.to(tl.float32) * x[None, :]
+            x_ptrs += BLOCK_K * stride_xk
+            w_ptrs += BLOCK_K * stride_wk
+        g, u = tl.sum(gate, 1), tl.sum(up, 1)
     if HAS_BIAS:
         at = expert * stride_be + n * stride_bn
         g += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -63,9 +84,9 @@ def _up_few_kernel(
 def _down_few_kernel(
     hidden_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
     norm_ptr, total_ptr, counter_ptr, out_ptr, normed_ptr, E, H, K, stride_we, stride_wn, stride_wk, eps,
-    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LOGIT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, SLOTS: tl.constexpr,
+    W_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N results of one token, all its experts summed. Grid: T, H tiles.
@@ -83,20 +104,37 @@ def _down_few_kernel(
     expert = tl.load(ids_ptr + s, mask=slot < TOP_K, other=-1).to(tl.int64)
     live = (expert >= 0) & (expert < E)
     weight = tl.load(weights_ptr + s, mask=live, other=0.0).to(tl.float32)
-    # Every expert of the token at once, so that all their loads are in flight together: [SLOTS, BLOCK_N, BLOCK_K]
-    rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
-    w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
-    h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
-    mask = live[:, None, None] & inside[None, :, None]
-    acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left = k < K - start
-        w = tl.load(w_ptrs, mask=mask & left[None, None, :], other=0.0)
-        h = tl.load(h_ptrs, mask=live[:, None] & left[None, :], other=0.0)
-        acc += w.to(tl.float32) * h[:, None, :]
-        w_ptrs += BLOCK_K * stride_wk
-        h_ptrs += BLOCK_K
-    y = tl.sum(acc, 2)
+    # Every expert of the token at once, so that all their loads are in flight together.
+    if W_FORMAT != "":
+        r = tl.arange(0, SLOTS * BLOCK_N * RUNS)
+        mine = row * TOP_K + tl.minimum(r // (BLOCK_N * RUNS), TOP_K - 1)
+        stack = tl.load(ids_ptr + mine).to(tl.int64)
+        known = (stack >= 0) & (stack < E)
+        column = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS % BLOCK_N, H - 1).to(tl.int64)
+        w_rows = w_ptr + tl.where(known, stack, 0) * stride_we + column * stride_wn
+        at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
+        sums = tl.zeros([SLOTS * BLOCK_N * RUNS, 32], tl.float32)
+        for start in tl.range(0, K, STRIP, num_stages=STAGES):
+            mask = known[:, None] & (start + at < K)
+            h = tl.load(hidden_ptr + mine[:, None] * K + start + at, mask=mask, other=0.0)
+            sums += decode_runs(w_rows, start, r % RUNS, K, W_FORMAT) * h
+        y = tl.sum(tl.reshape(tl.sum(sums, 1), [SLOTS, BLOCK_N, RUNS]), 2)
+        y = tl.where(live[:, None], y, 0.0)
+    else:
+        # [SLOTS, BLOCK_N, BLOCK_K]
+        rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
+        w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
+        h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
+        filled = live[:, None, None] & inside[None, :, None]
+        acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            left = k < K - start
+            w = tl.load(w_ptrs, mask=filled & left[None, None, :], other=0.0)
+            v = tl.load(h_ptrs, mask=live[:, None] & left[None, :], other=0.0)
+            acc += w.to(tl.float32) * v[:, None, :]
+            w_ptrs += BLOCK_K * stride_wk
+            h_ptrs += BLOCK_K
+        y = tl.sum(acc, 2)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert[:, None] * H + n[None, :]
         y += tl.load(bias_ptrs, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -124,9 +162,9 @@ def experts_few(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Tensor | QuantTensor,
+    up: Tensor | QuantTensor | None,
+    down: Tensor | QuantTensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     shared: Tensor | None,
@@ -142,7 +180,9 @@ def experts_few(
 ) -> None:
     (T, top_k), H = ids.shape, x.shape[1]
     E = down.shape[0]
-    w, u, I = up_rows(gate_up, up, layout, activation.gated)
+    *rows, I = up_rows(gate_up, up, layout, activation.gated)
+    (w, w_format), (u, u_format) = alike(*rows)
+    down_rows, down_format = Rows.of(down)
     bias, up_bias = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     ids = ids.contiguous()
@@ -150,16 +190,18 @@ def experts_few(
     launch(
         _up_few_kernel, (T * top_k, triton.cdiv(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
-        activation.limit, KIND=activation.kind, GATED=activation.gated, HAS_BIAS=bias is not None, PDL=PDL,
-        BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
+        activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
+        HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages,
+        num_warps=first.warps, launch_pdl=PDL,
     )  # fmt: skip
     total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
     launch(
-        _down_few_kernel, (T, triton.cdiv(H, second.n)), hidden, ids, weights.contiguous(), down,
+        _down_few_kernel, (T, triton.cdiv(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
         contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
         contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
-        *down.stride(), eps, HAS_BIAS=down_bias is not None, HAS_SHARED=shared is not None,
-        HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm_weight is not None, TOP_K=top_k, PDL=PDL, BLOCK_N=second.n, BLOCK_K=second.k,
-        BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1), STAGES=second.stages, num_warps=second.warps, launch_pdl=PDL,
+        *down_rows.stride(), eps, W_FORMAT=down_format, HAS_BIAS=down_bias is not None,
+        HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None,
+        HAS_RESIDUAL=residual is not None, HAS_NORM=norm_weight is not None, TOP_K=top_k, PDL=PDL, BLOCK_N=second.n,
+        BLOCK_K=second.k, BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1), STAGES=second.stages,
+        num_warps=second.warps, launch_pdl=PDL,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +11,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
 from moefuse.backends.triton.launch import INTERPRETED, PDL, block_of, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import Tile, product_tile
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
@@ -30,13 +34,44 @@ def _find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 
 @triton.jit
+def _block_sums(
+    x_ptr, w_ptr, u_ptr, row, live, stack, n, K, stride_xm, stride_xk, stride_we, stride_wn, stride_ue, stride_un,
+    W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Products with weights in GGUF blocks, or with one of the two in numbers; strides in bytes, or numbers.
+
+    The transpose is summed: decoded weights are the left side, which tensor cores take from registers.
+    """
+    l = tl.arange(0, 32)
+    x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
+    w_rows = w_ptr + stack * stride_we + n.to(tl.int64) * stride_wn
+    u_rows = u_ptr + stack * stride_ue + n.to(tl.int64) * stride_un
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, K, STRIP):
+        for i in tl.static_range(RUNS):
+            run = tl.full([BLOCK_N], i, tl.int32)
+            # [32, BLOCK_M]
+            x = tl.load(x_ptrs, mask=live[None, :] & (start + 32 * i < K), other=0.0)
+            x_ptrs += 32 * stride_xk
+            # [BLOCK_N, 32]
+            w = decode_runs(w_rows, start, run, K, W_FORMAT).to(x.dtype)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+            if GATED:
+                u = decode_runs(u_rows, start, run, K, U_FORMAT).to(x.dtype)
+                up = tl.dot(u, x, up, input_precision="ieee")
+    return acc.T, up.T
+
+
+@triton.jit
 def _product_tile(
     x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr,
     expert, first, stop, column, E, N, K, divisor, w_rows, u_first,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
     alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows first to first + BLOCK_M of one expert, columns from ``column``. Rows from stop on are not stored."""
     p = first + tl.arange(0, BLOCK_M)
@@ -48,34 +83,40 @@ def _product_tile(
     if expert < E:
         stack = expert.to(tl.int64)
         row = (s // divisor if GATHER else p).to(tl.int64)
-        k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk
-        w_ptrs = w_ptr + stack * stride_we + n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-        u_ptrs = u_ptr + stack * stride_ue + n.to(tl.int64)[None, :] * stride_un + k[:, None] * stride_uk
-        at_row = expert * w_rows + column
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            left = K - start
-            # [BLOCK_M, BLOCK_K]
-            if X_TMA:
-                x = x_desc.load([first, start])
-            else:
-                x = tl.load(x_ptrs, mask=live[:, None] & (k < left)[None, :], other=0.0)
-                x_ptrs += BLOCK_K * stride_xk
-            # [BLOCK_K, BLOCK_N]
-            if W_TMA:
-                w = w_desc.load([at_row, start]).T
-            else:
-                w = tl.load(w_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
-                w_ptrs += BLOCK_K * stride_wk
-            acc = tl.dot(x, w, acc, input_precision="ieee")
-            if GATED:
-                if W_TMA:
-                    u = u_desc.load([at_row + u_first, start]).T
+        if (W_FORMAT != "") | (U_FORMAT != ""):
+            acc, up = _block_sums(
+                x_ptr, w_ptr, u_ptr, row, live, stack, tl.minimum(n, N - 1), K, stride_xm, stride_xk, stride_we,
+                stride_wn, stride_ue, stride_un, W_FORMAT, U_FORMAT, GATED, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            k = tl.arange(0, BLOCK_K)
+            x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk
+            w_ptrs = w_ptr + stack * stride_we + n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+            u_ptrs = u_ptr + stack * stride_ue + n.to(tl.int64)[None, :] * stride_un + k[:, None] * stride_uk
+            at_row = expert * w_rows + column
+            for start in range(0, K, BLOCK_K):
+                left = K - start
+                # [BLOCK_M, BLOCK_K]
+                if X_TMA:
+                    x = x_desc.load([first, start])
                 else:
-                    u = tl.load(u_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
-                    u_ptrs += BLOCK_K * stride_uk
-                up = tl.dot(x, u, up, input_precision="ieee")
+                    x = tl.load(x_ptrs, mask=live[:, None] & (k < left)[None, :], other=0.0)
+                    x_ptrs += BLOCK_K * stride_xk
+                # [BLOCK_K, BLOCK_N]
+                if W_TMA:
+                    w = w_desc.load([at_row, start]).T
+                else:
+                    w = tl.load(w_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
+                    w_ptrs += BLOCK_K * stride_wk
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+                if GATED:
+                    if W_TMA:
+                        u = u_desc.load([at_row + u_first, start]).T
+                    else:
+                        u = tl.load(u_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
+                        u_ptrs += BLOCK_K * stride_uk
+                    up = tl.dot(x, u, up, input_precision="ieee")
         if HAS_BIAS:
             at = stack * stride_be + n * stride_bn
             acc += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -95,10 +136,13 @@ def _grouped_kernel(
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
     alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, FILL: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HALVES: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A [BLOCK_M, BLOCK_N] tile of one expert's product. w holds gate (or only) rows, u up rows when GATED.
+
+    W_FORMAT, U_FORMAT: "" for numbers, or the format of the blocks that w and u point to, with strides in bytes.
 
     HALVES: an expert's last tile is half as high where that is enough.
     X_TMA, W_TMA: whole tiles come through the copy engine. Rows past an expert's end are then its neighbour's, and
@@ -117,14 +161,14 @@ def _grouped_kernel(
             x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
             stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
             stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
-            W_TMA, HAS_BIAS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         _product_tile(
             x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
             stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
             stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
-            W_TMA, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+            W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -133,16 +177,36 @@ def _most_tiles(S: int, E: int, BLOCK_M: int) -> int:
     return min(S, S // BLOCK_M + E + 1)
 
 
-def up_rows(gate_up: Tensor, up: Tensor | None, layout: str, gated: bool) -> tuple[Tensor, Tensor, int]:
-    """Gate rows and up rows as views of equal strides ``[E, I, H]``, whatever the layout, and I."""
+class Rows(NamedTuple):
+    """Weights as a kernel sees them: numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format."""
+
+    data: Tensor
+    format: str = ""
+
+    @classmethod
+    def of(cls, weight: Tensor | QuantTensor) -> Rows:
+        return cls(weight.blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
+
+
+def up_rows(
+    gate_up: Tensor | QuantTensor, up: Tensor | QuantTensor | None, layout: str, gated: bool
+) -> tuple[Rows, Rows, int]:
+    """Gate rows and up rows as views of equal shape, whatever the layout, and I."""
+    both = Rows.of(gate_up)
     if not gated:
-        return gate_up, gate_up, gate_up.shape[1]
+        return both, both, gate_up.shape[1]
     if up is not None:
-        return gate_up, up, gate_up.shape[1]
-    I = gate_up.shape[1] // 2
-    if layout == "halves":
-        return gate_up[:, :I], gate_up[:, I:], I
-    return gate_up[:, ::2], gate_up[:, 1::2], I
+        return both, Rows.of(up), gate_up.shape[1]
+    I, data = gate_up.shape[1] // 2, both.data
+    first, second = (data[:, :I], data[:, I:]) if layout == "halves" else (data[:, ::2], data[:, 1::2])
+    return both._replace(data=first), both._replace(data=second), I
+
+
+def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
+    """Beside blocks, numbers must lie together along K."""
+    if bool(w.format) == bool(u.format):
+        return w, u
+    return Rows(w.data.contiguous(), w.format), Rows(u.data.contiguous(), u.format)
 
 
 def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -187,7 +251,7 @@ def weight_descriptors(
 
 def product(
     x: Tensor,
-    rows: tuple[Tensor, Tensor],
+    rows: tuple[Rows, Rows],
     biases: tuple[Tensor | None, Tensor | None],
     offsets: Tensor,
     order: Tensor,
@@ -202,11 +266,11 @@ def product(
     """Launch the grouped product into ``out`` ``[S, N]``."""
     S, N = out.shape
     E, K = offsets.shape[0] - 1, x.shape[1]
-    w, u = rows
+    (w, w_format), (u, u_format) = alike(*rows)
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     halves = tile.m >= 128
-    if tile.copy_engine and K % tile.k == 0:
+    if tile.copy_engine and K % tile.k == 0 and not w_format and not u_format:
         if not gather:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
         w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, tile.k)
@@ -219,20 +283,27 @@ def product(
         w.stride(0) // max(K, 1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
         1.0 if activation is None else activation.alpha, 1.0 if activation is None else activation.limit,
         GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
-        X_TMA=x_desc is not None, W_TMA=w_desc is not None, HAS_BIAS=bias is not None, HALVES=halves, PDL=PDL,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=PDL,
+        X_TMA=x_desc is not None, W_TMA=w_desc is not None, W_FORMAT=w_format, U_FORMAT=u_format,
+        HAS_BIAS=bias is not None, HALVES=halves, PDL=PDL, BLOCK_M=tile.m,
+        BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps, num_stages=tile.stages,
+        launch_pdl=PDL,
     )  # fmt: skip
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+    x: Tensor,
+    weight: Tensor | QuantTensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    order: Tensor,
+    gather: bool,
+    scatter: bool,
 ) -> Tensor:
-    S = order.shape[0]
+    S, rows = order.shape[0], Rows.of(weight)
     out = torch.empty((S, weight.shape[1]), dtype=x.dtype, device=x.device)
-    tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device)
+    tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device, rows.format)
     product(
-        x, (weight, weight), (bias, None), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
+        x, (rows, rows), (bias, None), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
         out=out, tile=tile,
     )  # fmt: skip
     return out

@@ -24,8 +24,11 @@ class Tile:
     stages: int
     copy_engine: bool = False
 
-    def shared_bytes(self, itemsize: int, gated: bool) -> int:
-        return self.stages * (self.m * self.k + (2 if gated else 1) * self.n * self.k) * itemsize
+    def shared_bytes(self, itemsize: int, gated: bool, format: str = "") -> int:
+        weights = (2 if gated else 1) * self.n * self.k
+        if format:  # every load of bytes is a tile of its own; no format has more than two that are as wide
+            return (self.stages - 1) * (self.m * self.k * itemsize + 2 * weights)
+        return self.stages * (self.m * self.k + weights) * itemsize
 
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
@@ -42,7 +45,7 @@ def _shared_limit(device: torch.device) -> int:
 
 
 def few_tiles(top_k: int) -> tuple[Tile, Tile]:
-    """The tiles of the up and the down matrix-vector product; ``m`` is not used there.
+    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on blocks.
 
     A program of the down product holds ``top_k`` tiles at once.
     """
@@ -51,10 +54,12 @@ def few_tiles(top_k: int) -> tuple[Tile, Tile]:
     return Tile(1, 8, 256, 4, 2), Tile(1, 2 if top_k <= 8 else 1, 128, 4, 1)
 
 
-def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device) -> Tile:
+def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
     """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
     if INTERPRETED:
-        return Tile(16, 32, 32, 4, 1)
+        return Tile(16, 256 if format else 32, 32, 4, 1)
+    if format:
+        return _block_tile(rows_per_expert, itemsize, gated, device, format)
     # Measured on an H200 with Qwen3-30B-A3B's shape (docs/perf-notes.md).
     engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if rows_per_expert <= 4:
@@ -75,4 +80,20 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
             tile = dataclasses.replace(tile, stages=tile.stages - 1)
         else:
             tile = dataclasses.replace(tile, k=tile.k // 2)
+    return tile
+
+
+def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
+    """The tile for weights in blocks: k is the strip of 256 that all formats share; at least 64 columns, the height of
+    a tensor core's left side. Not yet measured on a card.
+    """
+    if rows_per_expert <= 16:
+        tile = Tile(16, 64, 256, 4, 3)
+    elif rows_per_expert <= 64:
+        tile = Tile(64, 64, 256, 4, 2)
+    else:
+        tile = Tile(128, 64, 256, 4, 2) if gated else Tile(128, 128, 256, 8, 2)
+    limit = _shared_limit(device)
+    while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
+        tile = dataclasses.replace(tile, stages=tile.stages - 1)
     return tile
