@@ -8,7 +8,7 @@ same way here and on a Mac::
 
 **The call is torch's.** Argument ``i`` binds at ``[[buffer(i)]]``. A tensor binds its memory from its storage offset. A
 Python ``int`` (or ``bool``) is passed as int64, a ``float`` as float32, a list or tuple of either as an array of them;
-``arg_casts`` ("int32", or ``{2: "int32"}`` by argument) changes the type to one of ``fp16 bf16 int32 int16 int8 uint8``;
+``arg_casts`` ("int32", or ``{2: "int32"}`` by argument) makes it one of ``fp16 bf16 int32 int16 int8 uint8``;
 there are no others, and a cast for all takes floats along, so name the arguments. A ``constant uint&`` takes "int32".
 ``threads`` is the number of *threads*, not of groups, so the last group may be narrower; ``group_size`` has as many
 dimensions as ``threads``. Without ``threads`` the first tensor's numel is taken. torch compiles without fast math, for

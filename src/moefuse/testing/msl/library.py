@@ -25,6 +25,8 @@ from moefuse.testing.msl.translate import CompileError, translate
 
 CPP = Path(__file__).parent / "cpp"
 MAX_THREADS = 1024
+#: of a number or list among the arguments, which Metal takes along in the command
+MAX_BYTES = 4096
 #: shaders may rely on what torch asks of every Mac it runs on: Metal 3.1, which has bfloat
 MACROS = ("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1")
 _HEADERS = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>[ \t]*$", re.MULTILINE)
@@ -339,9 +341,15 @@ class Kernel:
         dtype = CASTS[cast] if cast else torch.float32 if isinstance(values[0], float) else torch.int64
         if not dtype.is_floating_point:
             values = [int(v) for v in values]
+        name, held = parameter.role.name.decode(), torch.tensor(values, dtype=dtype)
         if parameter.role.space != b"c":
-            raise self._fault("arguments", f"{parameter.role.name.decode()} is device memory, got the number {value!r}")
-        return torch.tensor(values, dtype=dtype)
+            raise self._fault("arguments", f"{name} is device memory, got the number {value!r}")
+        bytes_held = held.numel() * held.element_size()
+        if bytes_held > MAX_BYTES:
+            raise self._fault("arguments", f"{name} gets {bytes_held} bytes, a call has {MAX_BYTES} for each argument")
+        if not parameter.pointer and bytes_held != parameter.bytes:
+            raise self._fault("arguments", f"{name} takes {parameter.bytes} bytes, got {bytes_held} from {value!r}")
+        return held
 
     def _tensor(self, parameter: _Parameter, tensor: Tensor) -> _Buffer:
         name = parameter.role.name

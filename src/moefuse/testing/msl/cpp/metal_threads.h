@@ -93,6 +93,13 @@ inline T& value(Lanes& lanes, uint lane) {
   return *reinterpret_cast<T*>(lanes.slot[lane]);
 }
 
+// What a lane can hand over: Metal's collectives take no 64-bit numbers and no bool, and bfloat only in late versions.
+template <class T>
+inline constexpr bool fits_a_lane = sizeof(T) <= 4 && metal::is_scalar_v<T> && !metal::is_same_v<T, bool> &&
+                                    !metal::is_same_v<T, bfloat>;
+template <class T, uint N>
+inline constexpr bool fits_a_lane<metal::vec<T, N>> = fits_a_lane<T>;
+
 // Results go into the lanes' slots. Float sums add as a butterfly does: halves, then quarters.
 template <class T, class F>
 __attribute__((no_sanitize("thread"))) inline void reduce(Lanes& lanes, F join) {
@@ -113,6 +120,7 @@ __attribute__((no_sanitize("thread"))) inline T meet(const char* name, int line,
 // What lane `from` brought; a lane that does not exist has no value to give.
 template <class T>
 __attribute__((no_sanitize("thread"))) inline T fetch(const char* name, int line, T mine, uint from, bool needed = true) {
+  static_assert(fits_a_lane<T>, "a shuffle takes numbers of 32 bits and fewer");
   Lanes& lanes = msl_exchange(name, line, &mine, sizeof mine, nullptr);
   if (!needed) return mine;
   if (from >= lanes.count) msl_fault("collective", "takes a value from a lane that is not there", line);
@@ -126,6 +134,7 @@ namespace metal {
 #define MSL_REDUCTION(NAME, JOIN)                                                                               \
   template <class T>                                                                                            \
   inline T simd_##NAME(T x, MSL_HERE) {                                                                         \
+    static_assert(msl::fits_a_lane<T>, "simd_" #NAME " takes numbers of 32 bits and fewer");                     \
     return msl::meet(                                                                                           \
         "simd_" #NAME, line, x, +[](msl::Lanes& lanes) { msl::reduce<T>(lanes, [](T a, T b) { return T(JOIN); }); }); \
   }
@@ -143,6 +152,7 @@ inline bool simd_all(bool x, MSL_HERE) { return simd_and(uint(x), line); }
 #define MSL_PREFIX(NAME, FIRST, JOIN, EXCLUSIVE)                              \
   template <class T>                                                         \
   inline T NAME(T x, MSL_HERE) {                                             \
+    static_assert(msl::fits_a_lane<T>, #NAME " takes numbers of 32 bits");    \
     return msl::meet(                                                        \
         #NAME, line, x, +[](msl::Lanes& lanes) {                             \
           T running = T(FIRST);                                              \

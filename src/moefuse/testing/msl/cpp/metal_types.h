@@ -111,6 +111,14 @@ struct bfloat;
     friend NAME operator-(NAME a, NAME b) { return NAME(float(a) - float(b)); }                                        \
     friend NAME operator*(NAME a, NAME b) { return NAME(float(a) * float(b)); }                                        \
     friend NAME operator/(NAME a, NAME b) { return NAME(float(a) / float(b)); }                                        \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
+    friend NAME operator+(NAME a, I b) { return a + NAME(b); }                                                         \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
+    friend NAME operator-(NAME a, I b) { return a - NAME(b); }                                                         \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
+    friend NAME operator*(NAME a, I b) { return a * NAME(b); }                                                         \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
+    friend NAME operator/(NAME a, I b) { return a / NAME(b); }                                                         \
     friend float operator+(NAME a, float b) { return float(a) + b; }                                                   \
     friend float operator-(NAME a, float b) { return float(a) - b; }                                                   \
     friend float operator*(NAME a, float b) { return float(a) * b; }                                                   \

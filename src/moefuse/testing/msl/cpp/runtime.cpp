@@ -42,7 +42,8 @@ struct Slot {
   u64 start = 0, size = 0;  // of the usable bytes
   u64 committed = 0;        // of address space that has memory
   Cell* shadow = nullptr;   // null where nothing is written: then nothing can race
-  u32 granule_log2 = 0, element = 1;
+  u32 granule_log2 = 0;
+  u32 element = 0;          // bytes of one; 0: not in use
   const char* name = "";
   std::vector<Cell> cells;
 };
@@ -254,9 +255,15 @@ const char* plural(u64 n) { return n == 1 ? "" : "s"; }
   if (!in_memory(address))
     fault_at("out of bounds", 0, pc, "%s %lu byte%s at an address outside every buffer, array and variable", verb, bytes,
              plural(bytes));
-  // Just before a slot's start is an index below zero of that slot's buffer, anything else runs past its own end.
-  u32 index = (address - msl_memory) / SLOT_SPAN;
-  if (index + 1 < SLOTS && slots[index + 1].size && slot_base(index + 1) - address < SLOT_SPAN / 2) ++index;
+  // Which buffer was meant is not known; the nearest one most likely.
+  u32 index = 0;
+  u64 nearest = ~0ul;
+  for (u32 i = 0; i < SLOTS; ++i) {
+    if (!slots[i].element) continue;
+    const u64 end = slots[i].start + slots[i].size;
+    const u64 distance = address < slots[i].start ? slots[i].start - address : address - std::min(address, end);
+    if (distance < nearest) nearest = distance, index = i;
+  }
   Slot& slot = slots[index];
   long at = long(address) - long(slot.start);
   long element = at >= 0 ? at / long(slot.element) : -((-at + long(slot.element) - 1) / long(slot.element));
@@ -457,7 +464,7 @@ void begin_group(Three group, Three threads, Three size, Three count) {
   barrier_time[DEVICE] = barrier_time[THREADGROUP] = group_start;
   barrier_arrived = group_slots = 0;
   group_bytes = 0;
-  for (u32 i = FIRST_GROUP_SLOT; i < SLOTS; ++i) slots[i].size = 0;
+  for (u32 i = FIRST_GROUP_SLOT; i < SLOTS; ++i) slots[i].size = slots[i].element = 0;
   const Three here{std::min(size.x, threads.x - group.x * size.x), std::min(size.y, threads.y - group.y * size.y),
                    std::min(size.z, threads.z - group.z * size.z)};
   group_threads = here.x * here.y * here.z;
@@ -578,7 +585,7 @@ void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, 
   const u32 index = FIRST_GROUP_SLOT + site;
   if (index >= SLOTS) fault_at("threadgroup memory", line, 0, "declares more than %u arrays", SLOTS - FIRST_GROUP_SLOT);
   Slot& slot = slots[index];
-  if (slot.size == 0) {  // the first thread of the group to come by
+  if (!slot.element) {  // the first thread of the group to come by
     group_bytes += (bytes + 15) / 16 * 16;
     if (group_bytes > 32768)
       fault_at("threadgroup memory", line, 0, "%s brings it to %lu bytes, Metal has 32768", name, group_bytes);
@@ -660,9 +667,9 @@ void __ubsan_handle_divrem_overflow_abort(SourceLocation* location, u64, u64) {
 }
 
 struct BufferArgument {
-  void* host;         // null: bytes are scalars, copied before the call
-  u64 bytes;          // of the view
-  u64 storage_offset; // in bytes: how the view is aligned on a GPU, where storages are
+  void* host;
+  u64 bytes;           // of the view
+  u64 storage_offset;  // in bytes: how the view is aligned on a GPU, where storages are
   u32 element;
   u32 writable;
   const char* name;
@@ -686,51 +693,48 @@ int msl_run(const Launch* launch) {
     for (Slot& slot : slots) std::fill(slot.cells.begin(), slot.cells.end(), Cell{});
     now = 1;
   }
-  for (Slot& slot : slots) slot.size = 0, slot.shadow = nullptr;
+  for (Slot& slot : slots) slot.size = slot.element = 0, slot.shadow = nullptr;
   for (void*& bound : msl_bound) bound = nullptr;
 
   // Views that overlap share a slot, so that a race through two names is a race.
-  std::vector<u32> by_address(launch->buffers);
-  for (u32 i = 0; i < launch->buffers; ++i) by_address[i] = i;
-  std::sort(by_address.begin(), by_address.end(),
-            [&](u32 a, u32 b) { return launch->buffer[a].host < launch->buffer[b].host; });
   struct Region {
     u8* host;
     u64 bytes;
     u32 granule;
     bool writable;
-    u32 slot;
   };
   std::vector<Region> regions;
-  std::vector<u32> region_of(launch->buffers);
+  std::vector<u32> by_address(launch->buffers);
+  for (u32 i = 0; i < launch->buffers; ++i) by_address[i] = i;
+  // Empty ones first: they lie nowhere, and must not part two that overlap.
+  std::sort(by_address.begin(), by_address.end(), [&](u32 a, u32 b) {
+    const BufferArgument &x = launch->buffer[a], &y = launch->buffer[b];
+    return std::make_pair(x.bytes != 0, x.host) < std::make_pair(y.bytes != 0, y.host);
+  });
   for (u32 i : by_address) {
     const BufferArgument& argument = launch->buffer[i];
     u8* host = static_cast<u8*>(argument.host);
-    if (regions.empty() || argument.bytes == 0 || host >= regions.back().host + regions.back().bytes) {
-      const u32 index = regions.size();
-      const u64 lead = PAGE + argument.storage_offset % 256;
-      commit(index, lead + argument.bytes);
-      Slot& slot = slots[index];
-      slot.start = slot_base(index) + lead;
-      slot.size = argument.bytes;
+    if (regions.empty() || regions.back().bytes == 0 || host >= regions.back().host + regions.back().bytes) {
+      Slot& slot = slots[regions.size()];
+      slot.start = slot_base(regions.size()) + PAGE + argument.storage_offset % 256;
       slot.element = argument.element;
       slot.name = argument.name;
-      regions.push_back({host, argument.bytes, argument.element, false, index});
+      regions.push_back({host, argument.bytes, argument.element, false});
     }
     Region& region = regions.back();
-    Slot& slot = slots[region.slot];
-    const u64 offset = host - region.host;
+    const u64 offset = argument.bytes ? host - region.host : 0;
     region.bytes = std::max(region.bytes, offset + argument.bytes);
-    region.writable |= argument.writable;
-    slot.size = region.bytes;
     region.granule = std::min(region.granule, argument.element);
-    commit(region.slot, slot.start - slot_base(region.slot) + region.bytes);
-    msl_bound[i] = reinterpret_cast<void*>(slot.start + offset);
+    region.writable |= argument.writable;
+    msl_bound[i] = reinterpret_cast<void*>(slots[regions.size() - 1].start + offset);
   }
   dispatch_start = ++now;
   groups_begun.clear();
-  for (const Region& region : regions) {
-    Slot& slot = slots[region.slot];
+  for (u32 i = 0; i < regions.size(); ++i) {
+    const Region& region = regions[i];
+    Slot& slot = slots[i];
+    slot.size = region.bytes;
+    commit(i, slot.start - slot_base(i) + region.bytes);
     if (region.bytes) memcpy(reinterpret_cast<void*>(slot.start), region.host, region.bytes);
     if (region.writable) watch(slot, region.granule);
   }
@@ -753,11 +757,12 @@ int msl_run(const Launch* launch) {
   if (faulted)
     for (Fiber& fiber : fibers)
       if (fiber.stack) prepare(fiber);
-  for (const Region& region : regions) {
-    Slot& slot = slots[region.slot];
+  for (u32 i = 0; i < regions.size(); ++i) {
+    const Region& region = regions[i];
+    Slot& slot = slots[i];
     if (region.writable && region.bytes) memcpy(region.host, reinterpret_cast<void*>(slot.start), region.bytes);
     if (slot.committed > KEEP) {
-      madvise(reinterpret_cast<void*>(slot_base(region.slot)), slot.committed, MADV_DONTNEED);
+      madvise(reinterpret_cast<void*>(slot_base(i)), slot.committed, MADV_DONTNEED);
       if (slot.cells.size() * sizeof(Cell) > KEEP) slot.cells = {}, slot.shadow = nullptr;
     }
   }
