@@ -49,11 +49,12 @@ def experts(
     S, E, I = ids.numel(), down.shape[0], down.shape[2]
     if offsets is None or order is None or inverse is None:
         _, offsets, order, inverse = plan(ids, E)
-    hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
+    # Float32 in between, as for few tokens: prefill and decode then differ by the rounding of the result alone.
+    hidden = torch.empty((S, I), dtype=torch.float32, device=x.device)
     product(
         x, stacks, biases, offsets, order, gather=True, scatter=False, fill=False, activation=activation, out=hidden
     )
-    y = torch.empty((S, x.shape[1]), dtype=x.dtype, device=x.device)
+    y = torch.empty((S, x.shape[1]), dtype=torch.float32, device=x.device)
     product(
         hidden, (down, down), (down_bias, down_bias), offsets, order, gather=False, scatter=False, fill=False,
         activation=None, out=y,
