@@ -355,12 +355,6 @@ PLANTED = [
         before="inline float get(device const float* p, uint at) { return p[at]; }",
     ),
     Planted("division by zero", "division", "x[i] = float(100 / (int(i) + 1 - FAULT));", ("thread 0",)),
-    Planted(
-        "too much threadgroup memory",
-        "threadgroup memory",
-        "threadgroup float t[FAULT ? 8193 : 8192]; t[tid] = x[i];",
-        ("32768",),
-    ),
 ]
 
 

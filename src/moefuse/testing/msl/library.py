@@ -21,19 +21,24 @@ import torch
 from torch import Tensor
 
 from moefuse import config
-from moefuse.testing.msl.translate import CompileError, translate
+from moefuse.testing.msl.language import lint
+from moefuse.testing.msl.translate import CompileError, Translator
 
 CPP = Path(__file__).parent / "cpp"
-MAX_THREADS = 1024
+MAX_THREADGROUP_MEMORY = 32768
 #: of a number or list among the arguments, which Metal takes along in the command
 MAX_BYTES = 4096
 #: shaders may rely on what torch asks of every Mac it runs on: Metal 3.1, which has bfloat
 MACROS = ("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1")
 _HEADERS = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>[ \t]*$", re.MULTILINE)
-_BASE = ("-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing")
+_BASE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing")
+#: Metal 3 is C++14, which our own headers, included as the system's, need not be;
 #: the sanitizers' calls are answered by our runtime; variables without a value get a conspicuous one
 _INSTRUMENTED = (
     *_BASE,
+    "-std=c++14",
+    "-pedantic-errors",
+    "-fvisibility=hidden",
     "-O1",
     "-g1",
     "-w",
@@ -102,6 +107,7 @@ class _Kernel(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("entry", ctypes.c_void_p),
         ("count", ctypes.c_uint32),
+        ("max_threads", ctypes.c_uint32),
         ("parameters", ctypes.POINTER(_Parameter)),
     ]
 
@@ -197,7 +203,9 @@ def _readable(errors: str, shader: str) -> str:
 @functools.cache
 def _runtime_path() -> Path:
     def build(target: Path) -> None:
-        _checked([config.cxx(), *_BASE, "-O2", "-shared", str(CPP / "runtime.cpp"), "-o", str(target), "-ldl"])
+        _checked(
+            [config.cxx(), *_BASE, "-std=c++17", "-O2", "-shared", str(CPP / "runtime.cpp"), "-o", str(target), "-ldl"]
+        )
 
     return _built("runtime", "", build)
 
@@ -275,13 +283,13 @@ def _span(tensor: Tensor) -> int:
 class Kernel:
     """One kernel of a library, called as ``torch.mps`` calls its own."""
 
-    max_threads_per_threadgroup = MAX_THREADS
     thread_execution_width = 32
 
     def __init__(self, library: Library, described: _Kernel) -> None:
         self._library = library
         self._described = described
         self.name: str = described.name.decode()
+        self.max_threads_per_threadgroup: int = described.max_threads
         self.parameters = [described.parameters[i] for i in range(described.count)]
 
     def __call__(
@@ -321,12 +329,15 @@ class Kernel:
         self, threads: tuple[int, ...], group: tuple[int, ...] | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if group is None:
-            group = (min(max(threads[0], 1), MAX_THREADS) if len(threads) == 1 else MAX_THREADS, 1, 1)[: len(threads)]
+            most = self.max_threads_per_threadgroup
+            group = (min(max(threads[0], 1), most) if len(threads) == 1 else most, 1, 1)[: len(threads)]
         if len(group) != len(threads):
             raise ValueError(f"{self.name}: threads {threads} and group_size {group} have different dimensions")
         grid, size = (*threads, 1, 1)[:3], (*group, 1, 1)[:3]
-        if not 0 < size[0] * size[1] * size[2] <= MAX_THREADS:
-            raise ValueError(f"{self.name}: a threadgroup has 1 to {MAX_THREADS} threads, got {group}")
+        if not 0 < size[0] * size[1] * size[2] <= self.max_threads_per_threadgroup:
+            raise ValueError(
+                f"{self.name}: a threadgroup has 1 to {self.max_threads_per_threadgroup} threads, got {group}"
+            )
         if max(grid) >= 2**32 or min(grid) < 0:
             raise ValueError(f"{self.name}: {threads} threads are no grid")
         return grid, size
@@ -464,15 +475,22 @@ def compile_shader(source: str) -> Library:
     if source not in _LOADED:
         if not source.isascii():
             raise CompileError("torch hands shaders on as ASCII, and this one has other characters")
-        translation = translate(preprocess(source))
+        shader = Translator(preprocess(source)).parse()
+        if problems := lint(shader):
+            raise CompileError("\n".join(problems))
+        translation = shader.run()
 
         def build(target: Path) -> None:
             unit, made = target.with_suffix(".cpp"), target.with_suffix(".o")
             unit.write_text(translation.cpp)
-            _checked([config.cxx(), *_INSTRUMENTED, f"-I{CPP}", "-c", str(unit), "-o", str(made)], source)
+            _checked([config.cxx(), *_INSTRUMENTED, "-isystem", str(CPP), "-c", str(unit), "-o", str(made)], source)
             _checked(
                 [config.cxx(), "-shared", "-Wl,-Bsymbolic", str(made), str(_runtime_path()), "-o", str(target), "-lm"]
             )
 
-        _LOADED[source] = Library(source, _built("shader", translation.cpp + " ".join(_INSTRUMENTED), build))
+        library = Library(source, _built("shader", translation.cpp + " ".join(_INSTRUMENTED), build))
+        for function, size in library.threadgroup_memory().items():
+            if size > MAX_THREADGROUP_MEMORY:
+                raise CompileError(f"{function} has {size} bytes of threadgroup memory, Metal {MAX_THREADGROUP_MEMORY}")
+        _LOADED[source] = library
     return _LOADED[source]

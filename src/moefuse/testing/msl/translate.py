@@ -36,6 +36,8 @@ FIXED = (*(f"{sign}int{bits}_t" for bits in (8, 16, 32, 64) for sign in ("", "u"
 VECTORS = [f"{p}{s}{n}" for s in SCALARS for n in (2, 3, 4) for p in ("", "packed_")]
 OTHER_TYPES = ["void", "atomic_int", "atomic_uint", "atomic_float", "atomic_bool"]
 
+MAX_THREADS = 1024
+
 _TOKEN = re.compile(
     r"""(?P<marker>^[ \t]*\#[^\n]*)
       | (?P<space>\s+)
@@ -83,6 +85,8 @@ class Function:
     is_template: bool
     is_constexpr: bool
     parameters: list[Parameter]
+    #: threads of a group, as [[max_total_threads_per_threadgroup]] limits them
+    max_threads: int
     #: tokens of the body, braces included
     body: tuple[int, int]
 
@@ -129,11 +133,16 @@ class Translator:
     def error(self, i: int, what: str) -> CompileError:
         return CompileError(f"line {self.at(i).line}: {what}")
 
-    def run(self) -> Translation:
+    def parse(self) -> Translator:
+        """Find brackets, attributes, types and functions; nothing is changed."""
         self.pair_brackets()
         self.take_attributes()
         self.find_types()
         self.find_functions(0, len(self.solid))
+        return self
+
+    def run(self) -> Translation:
+        """After ``parse``: the C++."""
         self.casts_threadgroup = any(
             self.text(i) == "threadgroup" and self.text(i - 1) in ("(", "<") and not self.in_parameters(i)
             for i in range(len(self.solid))
@@ -239,8 +248,8 @@ class Translator:
     def function(self, begin: int, opening: int, closing: int, body: int) -> Function:
         words = [self.text(k) for k in range(begin, opening)]
         # An attribute before the first word hangs on the token before it.
-        marks = [name for name, _ in self.attributes_of(begin, opening)]
-        marks += [name for name, _ in self.attributes.get(self.solid[begin - 1] if begin else -1, [])]
+        before = self.attributes.get(self.solid[begin - 1] if begin else -1, [])
+        marks = dict([*before, *self.attributes_of(begin, opening)])
         return Function(
             name=self.text(opening - 1),
             line=self.at(opening - 1).line,
@@ -248,6 +257,7 @@ class Translator:
             is_template=words[0] == "template",
             is_constexpr="constexpr" in words,
             parameters=[self.parameter(*piece) for piece in self.pieces(opening + 1, closing)],
+            max_threads=int(marks.get("max_total_threads_per_threadgroup") or MAX_THREADS),
             body=(body, self.match[body]),
         )
 
@@ -289,6 +299,16 @@ class Translator:
     def in_parameters(self, i: int) -> bool:
         """Whether a "(" before position ``i`` opens the parameters of a function rather than a cast."""
         return self.text(i - 1) == "(" and self.at(i - 2).kind == "name" and self.text(i - 2) not in ("return",)
+
+    def angle_end(self, i: int) -> int:
+        """Where the template arguments that open at ``i`` close; ``i`` itself where they are none."""
+        depth, k = 0, i
+        while k < len(self.solid) and self.text(k) not in (";", "{", "}", ")", "&&", "||"):
+            depth += {"<": 1, ">": -1}.get(self.text(k), 0)
+            if depth == 0:
+                return k
+            k = self.match[k] + 1 if self.text(k) in _CLOSING else k + 1
+        return i
 
     def take_instance(self, begin: int, end: int) -> None:
         """``template [[host_name("x")]] [[kernel]] ... f<float>...;`` names a kernel; the listing instantiates it."""
@@ -416,9 +436,9 @@ class Translator:
                 f"static int msl_described_{number} = "
                 f"(msl::describe(&{instance}, msl_roles_{number}, msl_parameters_{number}), 0);"
             )
-            rows.append(f'{{"{name}", msl_entry_{number}, {count}, msl_parameters_{number}}}')
-        lines.append(f'extern "C" {{ msl::Kernel msl_kernels[] = {{{", ".join([*rows, "{}"])}}};')
-        lines.append("msl::Declaration* msl_declarations() { return msl::declarations; } }")
+            rows.append(f'{{"{name}", msl_entry_{number}, {count}, {function.max_threads}, msl_parameters_{number}}}')
+        lines.append(f'extern "C" {{ MSL_VISIBLE msl::Kernel msl_kernels[] = {{{", ".join([*rows, "{}"])}}};')
+        lines.append("MSL_VISIBLE msl::Declaration* msl_declarations() { return msl::declarations; } }")
         return '#line 1 "listing"\n' + "\n".join(lines) + "\n"
 
 
@@ -455,8 +475,3 @@ def _literal(text: str) -> str:
         if text.lower().endswith(suffix):
             return f"{kind}({text[: -len(suffix)]}f)"
     return text if text[-1] in "fF" else text + "f"
-
-
-def translate(preprocessed: str) -> Translation:
-    """The C++ of a shader whose macros are expanded."""
-    return Translator(preprocessed).run()

@@ -1,6 +1,9 @@
 // How a kernel is called: its parameters described for Python, and filled in for each thread.
 #pragma once
 
+// All else is hidden: shaders are loaded side by side, and must not share functions or variables of one name.
+#define MSL_VISIBLE __attribute__((visibility("default")))
+
 namespace msl {
 
 template <class T>
@@ -132,7 +135,7 @@ inline void describe(void (*)(P...), const Role* role, Parameter* into) {
 struct Kernel {
   const char* name;
   void (*entry)();
-  u32 count;
+  u32 count, max_threads;
   Parameter* parameters;
 };
 

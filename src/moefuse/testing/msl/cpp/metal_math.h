@@ -26,16 +26,12 @@
 
 namespace metal {
 
-// Small floats are computed in float and rounded once.
+// Halves are computed in float and rounded once. Metal has none of these for bfloat: shaders convert to float first.
 #define MSL_UNARY(NAME, EXPRESSION)                                              \
   inline float NAME(float x) { return EXPRESSION; }                              \
   inline half NAME(half h) {                                                     \
     const float x = h;                                                           \
     return half(EXPRESSION);                                                     \
-  }                                                                              \
-  inline bfloat NAME(bfloat h) {                                                 \
-    const float x = h;                                                           \
-    return bfloat(EXPRESSION);                                                   \
   }                                                                              \
   template <class T, uint N>                                                     \
   inline vec<T, N> NAME(vec<T, N> v) {                                           \
@@ -47,10 +43,6 @@ namespace metal {
   inline half NAME(half h, half k) {                                             \
     const float x = h, y = k;                                                    \
     return half(EXPRESSION);                                                     \
-  }                                                                              \
-  inline bfloat NAME(bfloat h, bfloat k) {                                       \
-    const float x = h, y = k;                                                    \
-    return bfloat(EXPRESSION);                                                   \
   }                                                                              \
   template <class T, uint N>                                                     \
   inline vec<T, N> NAME(vec<T, N> v, vec<T, N> w) {                              \

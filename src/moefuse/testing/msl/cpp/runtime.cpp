@@ -138,8 +138,6 @@ Image image_of(void* symbol) {
   return found;
 }
 
-u32 group_slots;
-u64 group_bytes;
 
 extern "C" void msl_switch(void** from, void* to);
 #if defined(__x86_64__)
@@ -462,8 +460,7 @@ void begin_group(Three group, Three threads, Three size, Three count) {
   group_start = ++now;
   groups_begun.push_back({group_start, group});
   barrier_time[DEVICE] = barrier_time[THREADGROUP] = group_start;
-  barrier_arrived = group_slots = 0;
-  group_bytes = 0;
+  barrier_arrived = 0;
   for (u32 i = FIRST_GROUP_SLOT; i < SLOTS; ++i) slots[i].size = slots[i].element = 0;
   const Three here{std::min(size.x, threads.x - group.x * size.x), std::min(size.y, threads.y - group.y * size.y),
                    std::min(size.z, threads.z - group.z * size.z)};
@@ -586,9 +583,6 @@ void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, 
   if (index >= SLOTS) fault_at("threadgroup memory", line, 0, "declares more than %u arrays", SLOTS - FIRST_GROUP_SLOT);
   Slot& slot = slots[index];
   if (!slot.element) {  // the first thread of the group to come by
-    group_bytes += (bytes + 15) / 16 * 16;
-    if (group_bytes > 32768)
-      fault_at("threadgroup memory", line, 0, "%s brings it to %lu bytes, Metal has 32768", name, group_bytes);
     commit(index, PAGE + bytes);
     slot.start = slot_base(index) + PAGE;
     slot.size = bytes;
