@@ -349,10 +349,11 @@ class Kernel:
             raise TypeError(f"{self.name}: {parameter.role.name.decode()} cannot be {value!r}")
         if cast is not None and cast not in CASTS:
             raise ValueError(f"{self.name}: torch has no cast {cast!r}, it has {', '.join(CASTS)}")
-        dtype = CASTS[cast] if cast else torch.float32 if isinstance(values[0], float) else torch.int64
-        if not dtype.is_floating_point:
-            values = [int(v) for v in values]
-        name, held = parameter.role.name.decode(), torch.tensor(values, dtype=dtype)
+        sent = torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else torch.int64)
+        held = sent.to(CASTS[cast]) if cast else sent
+        name = parameter.role.name.decode()
+        if not held.is_floating_point() and not torch.equal(held.to(sent.dtype), sent):
+            raise self._fault("arguments", f"{name} is cast to {cast}, which does not hold {value!r}")
         if parameter.role.space != b"c":
             raise self._fault("arguments", f"{name} is device memory, got the number {value!r}")
         bytes_held = held.numel() * held.element_size()
