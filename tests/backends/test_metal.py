@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from metal_target import TARGET, counted, simulated
 
 import moefuse
-from metal_target import TARGET, counted, simulated
 from moefuse import Activation, Routing
 from moefuse.backends.metal import launch, tiles
 from moefuse.testing import cases
 from moefuse.testing.compare import Tolerance, difference
+from moefuse.testing.msl import Fault
 from moefuse.testing.poison import poisoned
 
 BACKEND, DEVICE = TARGET
@@ -110,6 +111,22 @@ def test_defect_2_scale_and_renormalising_are_told_apart(rng) -> None:
     twice, _ = routed(logits, Routing(4, renormalize_after_scale=True), per_expert_scale=scale)
     close(once.sum(-1), torch.full((3,), 3.0, dtype=torch.float64))
     close(twice.sum(-1), torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.skipif(DEVICE == "mps", reason="a GPU keeps silent about races")
+@pytest.mark.parametrize(
+    ("barrier", "case"),
+    [
+        ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (sg == 0) {", "gate/plain"),
+        ("simdgroup_barrier(mem_flags::mem_threadgroup);\n        keep_groups", "route/groups_max"),
+    ],
+    ids=["gate", "groups"],
+)
+def test_defect_3_a_missing_barrier_is_a_fault(barrier, case, monkeypatch) -> None:
+    """The race of the seeds' routing, planted here: routing never runs before its logits are there."""
+    break_shaders(monkeypatch, barrier, barrier[barrier.index(";") + 1 :])
+    with pytest.raises(Fault):
+        cases.run(next(one for one in cases.CASES if one.id == case), torch.float32, BACKEND, DEVICE, seed=3)
 
 
 @pytest.mark.parametrize("E", [33, 60, 100])
@@ -299,33 +316,34 @@ BREAKS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """Compile every shader with a change in it."""
+def break_shaders(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Compile every shader with a change in it from now on."""
+    assert any(old in path.read_text() for path in launch._HOME.glob("*.metal")), f"no shader has {old!r} any more"
     whole: Callable = launch.compile_shader
     monkeypatch.setattr(launch, "compile_shader", lambda text: whole(text.replace(old, new)))
 
 
-def sees(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, name = BREAKS[kernel]
-    assert any(old in path.read_text() for path in launch._HOME.glob("*.metal")), f"{kernel}: the text has changed"
-    broken(monkeypatch, old, new)
+def survives(name: str) -> bool:
+    """Whether a case passes, without a fault."""
     case = next(case for case in cases.CASES if case.id == name)
     try:
-        outcome = cases.run(case, torch.float32, BACKEND, DEVICE, seed=3)
-    except Exception as fault:
-        assert type(fault).__name__ == "Fault", fault
-    else:
-        assert not outcome.passed
+        return cases.run(case, torch.float32, BACKEND, DEVICE, seed=3).passed
+    except Fault:
+        return False
 
 
 def test_a_broken_kernel_is_seen(monkeypatch) -> None:
-    sees("combine", monkeypatch)
+    old, new, case = BREAKS["combine"]
+    break_shaders(monkeypatch, old, new)
+    assert not survives(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", BREAKS)
 def test_every_broken_kernel_is_seen(kernel, monkeypatch) -> None:
-    sees(kernel, monkeypatch)
+    old, new, case = BREAKS[kernel]
+    break_shaders(monkeypatch, old, new)
+    assert not survives(case)
 
 
 def test_shaders_are_ascii_and_complete() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from metal_target import TARGET, simulated
 from ops.test_seeds import *  # noqa: F403  # its tests, run here with the target below
 
