@@ -77,8 +77,11 @@ FORBIDDEN = {
 MAX_BUFFER = 30
 
 
-def lint(shader: Translator, version: int = 31) -> list[str]:
-    """What in a shader's text Metal would refuse, by line; macros may be expanded or not."""
+def lint(shader: Translator, version: int = 31, elsewhere: frozenset[str] = frozenset()) -> list[str]:
+    """What in a shader's text Metal would refuse, by line.
+
+    Comments must be gone and macros may be. ``elsewhere``: functions and macros that other files define.
+    """
     problems: list[str] = []
 
     def say(line: int, what: str) -> None:
@@ -105,7 +108,7 @@ def lint(shader: Translator, version: int = 31) -> list[str]:
                 say(token.line, f"'.{token.text}()' is no method that shaders may use")
             continue
         declared = (shader.at(i - 1).kind == "name" and before not in _STATEMENTS) or before in ("*", "&")
-        known = own | own_types | TYPES | FUNCTIONS | BUILTINS | _STATEMENTS | set(SPACES)
+        known = own | elsewhere | own_types | TYPES | FUNCTIONS | BUILTINS | _STATEMENTS | set(SPACES)
         if token.text not in known and not declared:
             say(token.line, f"'{token.text}' is not among the functions and types of Metal that shaders may use")
         if before == "::" and shader.text(i - 2) in ("precise", "fast") and token.text not in FLOAT_FUNCTIONS:

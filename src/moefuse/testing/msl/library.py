@@ -41,7 +41,6 @@ _INSTRUMENTED = (
     "-fvisibility=hidden",
     "-O1",
     "-g1",
-    "-w",
     "-fsanitize=thread,bounds,alignment,null,integer-divide-by-zero",
     "-fno-sanitize-recover=all",
     "-ftrivial-auto-var-init=pattern",
@@ -156,10 +155,10 @@ class _Report(ctypes.Structure):
 
 
 def _run(command: Sequence[str], source: str | None = None) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise CompileError(f"the simulator needs a C++ compiler, and {command[0]} is not there (set CXX)") from None
+    if shutil.which(command[0]) is None:
+        raise CompileError(f"the simulator needs a C++ compiler, and {command[0]} is not there (set CXX)")
+    # Messages are read, so they come in plain English.
+    return subprocess.run(["env", "LC_ALL=C", *command], input=source, capture_output=True, text=True, check=False)
 
 
 @functools.cache
@@ -190,13 +189,14 @@ def _checked(command: Sequence[str], shader: str | None = None) -> None:
 
 
 def _readable(errors: str, shader: str) -> str:
-    """The compiler's first errors, each with its line of Metal."""
+    """The compiler's first errors, each with its line of Metal; an error in our headers has the line that led there."""
     lines = shader.split("\n")
-    found = []
-    for number, message in re.findall(r"^shader\.metal:(\d+):\d+: (?:fatal )?error: (.*)$", errors, re.MULTILINE):
-        at = int(number)
-        text = lines[at - 1].strip() if 0 < at <= len(lines) else ""
-        found.append(f"line {at}: {message}\n    {text}")
+    found, led = [], 0
+    for row in errors.split("\n"):
+        if at := re.match(r"shader\.metal:(\d+):\d+:", row):
+            led = int(at.group(1))
+        if led and (message := re.search(r"error: (.*)", row)):
+            found.append(f"line {led}: {message.group(1)}\n    {lines[led - 1].strip() if led <= len(lines) else ''}")
     return "\n".join(found[:8]) or errors
 
 
@@ -458,7 +458,12 @@ def preprocess(source: str) -> str:
     done = _run([config.cxx(), "-E", "-undef", "-x", "c++", *MACROS, "-"], _HEADERS.sub("", source))
     if done.returncode:
         raise CompileError(_readable(done.stderr.replace("<stdin>", "shader.metal"), source))
-    return done.stdout.replace('"<stdin>"', '"shader.metal"')
+    # Markers as the standard has them; those of line 0 name no place.
+    markers = re.compile(r'^# (\d+) "([^"]*)".*$', re.MULTILINE)
+    return markers.sub(
+        lambda found: f'#line {found[1]} "{found[2].replace("<stdin>", "shader.metal")}"' if found[1] != "0" else "",
+        done.stdout,
+    )
 
 
 _LOADED: dict[str, Library] = {}

@@ -47,7 +47,7 @@ _TOKEN = re.compile(
       | (?P<sign>::|->|\+\+|--|<<=|>>=|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|.)""",
     re.VERBOSE | re.MULTILINE,
 )
-_MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?')
+_MARKER = re.compile(r"#line (\d+)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -286,10 +286,6 @@ class Translator:
         space = next((word for word in texts if word in SPACES), None)
         indirect = "*" in texts or "&" in texts
         names = [k for k in range(start, stop) if self.at(k).kind == "name"]
-        if indirect and space is None:
-            raise self.error(
-                start, f"'{' '.join(texts)}' needs an address space: device, constant, threadgroup or thread"
-            )
         # `float (&a)[N]` and `float a[N]`: sizes behind the name are no names of it.
         named = [k for k in names if not any(self.text(b) == "[" and b < k < self.match[b] for b in range(start, k))]
         marks = self.attributes_of(start, end)
@@ -376,6 +372,11 @@ class Translator:
             self.at(i).out = " ".join(made)
 
     def check_arguments(self, function: Function) -> None:
+        """Pointers and references name their address space; where they are passed, it must be so."""
+        for p in function.parameters:
+            if p.indirect and p.space is None:
+                names = ", ".join(SPACES)
+                raise CompileError(f"line {p.line}: {function.name}: {p.name} needs an address space ({names})")
         if function.is_kernel or function.is_constexpr:
             return
         checks = "".join(

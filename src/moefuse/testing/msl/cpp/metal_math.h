@@ -33,6 +33,7 @@ namespace metal {
     const float x = h;                                                           \
     return half(EXPRESSION);                                                     \
   }                                                                              \
+  bfloat NAME(bfloat) = delete;                                                  \
   template <class T, uint N>                                                     \
   inline vec<T, N> NAME(vec<T, N> v) {                                           \
     for (uint i = 0; i < N; ++i) v.at[i] = NAME(v.at[i]);                        \
@@ -44,6 +45,7 @@ namespace metal {
     const float x = h, y = k;                                                    \
     return half(EXPRESSION);                                                     \
   }                                                                              \
+  bfloat NAME(bfloat, bfloat) = delete;                                          \
   template <class T, uint N>                                                     \
   inline vec<T, N> NAME(vec<T, N> v, vec<T, N> w) {                              \
     for (uint i = 0; i < N; ++i) v.at[i] = NAME(v.at[i], w.at[i]);               \
