@@ -33,6 +33,7 @@ kernel void gate_logits_tiled(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Accumulators sums;
     clear_sums(sums);
+    float totals[TOTALS] = {0.0f};
     for (long h = 0; h < sizes.H; h += BLOCK_K) {
         load_rows(x, starts, a, h, sizes.H, thread_index);
         if (sizes.has_norm != 0) {
@@ -46,12 +47,12 @@ kernel void gate_logits_tiled(
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_tiles(a, b, sums, sg);
         threadgroup_barrier(mem_flags::mem_threadgroup);
+        if ((h + BLOCK_K) % STRETCH == 0 || h + BLOCK_K >= sizes.H) flush_sums(sums, totals, b, thread_index, sg);
     }
-    store_sums(sums, b, sg);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < BLOCK_M * BLOCK_N; at += THREADS) {
+    for (uint i = 0; i < TOTALS; ++i) {
+        uint at = thread_index + i * THREADS;
         long t = first_t + long(at / BLOCK_N);
         long e = first_e + long(at % BLOCK_N);
-        if (t < sizes.T && e < sizes.E) logits[t * sizes.E + e] = b[at];
+        if (t < sizes.T && e < sizes.E) logits[t * sizes.E + e] = totals[i];
     }
 }

@@ -111,9 +111,11 @@ kernel void grouped_product(
     long first_n = long(group.x) * BLOCK_N;
     Accumulators sums;
     clear_sums(sums);
+    float totals[TOTALS] = {0.0f};
 #if GATED
     Accumulators up_sums;
     clear_sums(up_sums);
+    float up_totals[TOTALS] = {0.0f};
 #endif
     long K = expert < sizes.E ? sizes.K : 0;
     for (long k = 0; k < K; k += BLOCK_K) {
@@ -130,23 +132,23 @@ kernel void grouped_product(
         multiply_tiles(a, b_up, up_sums, sg);
 #endif
         threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    // The weight tiles are done with; their memory takes the results.
-    store_sums(sums, b, sg);
+        if ((k + BLOCK_K) % STRETCH != 0 && k + BLOCK_K < K) continue;
+        flush_sums(sums, totals, b, thread_index, sg);
 #if GATED
-    store_sums(up_sums, b_up, sg);
+        flush_sums(up_sums, up_totals, b_up, thread_index, sg);
 #endif
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < BLOCK_M * BLOCK_N; at += THREADS) {
+    }
+    for (uint i = 0; i < TOTALS; ++i) {
+        uint at = thread_index + i * THREADS;
         long place = places[at / BLOCK_N];
         long n = first_n + long(at % BLOCK_N);
         if (place < 0 || n >= sizes.N) continue;
-        float value = b[at];
+        float value = totals[i];
         bool biased = sizes.has_bias != 0 && expert < sizes.E;
         long bias_at = expert * sizes.stride_be + n * sizes.stride_bn;
         if (biased) value += float(w_bias[bias_at]);
 #if GATED
-        float up_value = b_up[at];
+        float up_value = up_totals[i];
         if (biased) up_value += float(u_bias[bias_at]);
         value = activate(int(sizes.kind), true, value, up_value, numbers.alpha, numbers.limit);
 #else

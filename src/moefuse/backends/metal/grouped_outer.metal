@@ -32,7 +32,9 @@ kernel void grouped_outer(
     int end = offsets[expert + 1];
     Accumulators sums;
     clear_sums(sums);
-    for (int first = offsets[expert]; first < end; first += BLOCK_K) {
+    float totals[TOTALS] = {0.0f};
+    int begin = offsets[expert];
+    for (int first = begin; first < end; first += BLOCK_K) {
         if (thread_index < BLOCK_K) {
             int p = first + int(thread_index);
             bool live = p < end;
@@ -56,12 +58,13 @@ kernel void grouped_outer(
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_tiles(a, b, sums, sg);
         threadgroup_barrier(mem_flags::mem_threadgroup);
+        bool last = first + BLOCK_K >= end;
+        if ((first - begin + BLOCK_K) % STRETCH == 0 || last) flush_sums(sums, totals, b, thread_index, sg);
     }
-    store_sums(sums, b, sg);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < BLOCK_M * BLOCK_N; at += THREADS) {
+    for (uint i = 0; i < TOTALS; ++i) {
+        uint at = thread_index + i * THREADS;
         long n = first_n + long(at / BLOCK_N);
         long k = first_k + long(at % BLOCK_N);
-        if (n < sizes.N && k < sizes.K) out[(expert * sizes.N + n) * sizes.K + k] = X_T(b[at]);
+        if (n < sizes.N && k < sizes.K) out[(expert * sizes.N + n) * sizes.K + k] = X_T(totals[i]);
     }
 }

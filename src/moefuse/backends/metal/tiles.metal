@@ -5,6 +5,9 @@
 #define BLOCK_N 64
 #define BLOCK_K 32
 #define THREADS 128
+#define TOTALS 16 // BLOCK_M * BLOCK_N / THREADS
+// How much of K is summed in one go: a running sum over thousands of terms would drift past float32's 1e-6.
+#define STRETCH 512
 
 // a [BLOCK_M, BLOCK_K] and b [BLOCK_K, BLOCK_N], row by row in threadgroup memory.
 struct Accumulators {
@@ -32,12 +35,18 @@ inline void multiply_tiles(
     }
 }
 
-// To c [BLOCK_M, BLOCK_N].
-inline void store_sums(thread Accumulators& sums, threadgroup float* c, uint sg) {
+// Add the sums of a stretch to this thread's totals, elements thread_index + i * THREADS of the tile, and clear them.
+// c [BLOCK_M, BLOCK_N] is scratch that nobody else uses between the barriers around this.
+inline void flush_sums(
+    thread Accumulators& sums, thread float* totals, threadgroup float* c, uint thread_index, uint sg) {
     threadgroup float* to = c + 16 * (sg / 2) * BLOCK_N + 32 * (sg % 2);
     for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 4; ++j) simdgroup_store(sums.at[4 * i + j], to + 8 * i * BLOCK_N + 8 * j, BLOCK_N);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0; i < TOTALS; ++i) totals[i] += c[thread_index + i * THREADS];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    clear_sums(sums);
 }
 
 // Four neighbours of a row from column k on, zeros from K on.
