@@ -274,6 +274,13 @@ PLANTED = [
         group_size=32,
     ),
     Planted(
+        "an atomic that nobody set",
+        "uninitialised read",
+        f"threadgroup atomic_uint n; if (tid == 0 && !FAULT) atomic_store_explicit(&n, 0, memory_order_relaxed);"
+        f"{BARRIER} atomic_fetch_add_explicit(&n, 1, memory_order_relaxed);",
+        ("reads n[0]",),
+    ),
+    Planted(
         "a barrier in a branch",
         "divergence",
         f"if (!FAULT || tid < 40) {{ {BARRIER} }} x[i] = 1;",
@@ -353,6 +360,12 @@ PLANTED = [
         f"threadgroup float t[64]; t[tid] = 1; {BARRIER} x[i] = get(FAULT ? (device float*)t : x, tid);",
         ("gets p, a pointer to threadgroup memory",),
         before="inline float get(device const float* p, uint at) { return p[at]; }",
+    ),
+    Planted(
+        "a local pointer of the wrong address space",
+        "address space",
+        "float mine[2] = {1, 2}; device const float* p = FAULT ? (device float*)mine : x; if (i == 0) x[i] = p[0];",
+        ("gets p, a pointer to thread memory",),
     ),
     Planted("division by zero", "division", "x[i] = float(100 / (int(i) + 1 - FAULT));", ("thread 0",)),
 ]

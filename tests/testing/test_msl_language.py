@@ -9,7 +9,7 @@ import moefuse
 from moefuse.testing import msl
 from moefuse.testing.msl import language
 from moefuse.testing.msl.library import CPP, preprocess
-from moefuse.testing.msl.translate import Translator
+from moefuse.testing.msl.shader import Shader
 
 PRELUDE = "#include <metal_stdlib>\nusing namespace metal;\n"
 SHADERS = sorted((Path(moefuse.__file__).parent / "backends" / "metal").glob("*.metal"))
@@ -18,7 +18,7 @@ SHADERS = sorted((Path(moefuse.__file__).parent / "backends" / "metal").glob("*.
 def test_the_headers_have_what_the_list_allows_and_no_more() -> None:
     """One side is the list; the other is read from the headers: functions of the namespace metal, types everywhere."""
     text = "".join((CPP / name).read_text() for name in ("metal_types.h", "metal_math.h", "metal_threads.h"))
-    header = Translator(preprocess(text)).parse()
+    header = Shader(preprocess(text))
     # Operators and what the headers keep to themselves in the namespace msl are not offered.
     inside = [range(*span) for span in namespaces(header, "metal")]
     offered = {f.name for f in header.functions if any(f.body[0] in span for span in inside)}
@@ -29,7 +29,7 @@ def test_the_headers_have_what_the_list_allows_and_no_more() -> None:
     assert language.TYPES - {"void", "bool", "char", "short", "int", "long", "float"} <= types
 
 
-def namespaces(header: Translator, name: str) -> list[tuple[int, int]]:
+def namespaces(header: Shader, name: str) -> list[tuple[int, int]]:
     found = []
     for i in range(len(header.solid)):
         if header.text(i) == "namespace" and header.text(i + 1) == name and header.text(i + 2) == "{":
@@ -49,12 +49,12 @@ def bare(path: Path) -> str:
 def test_shipped_shaders_pass_the_lint(path: Path) -> None:
     """As text, every branch of the preprocessor; with the macros of each run, `compile_shader` lints again."""
     texts = [bare(each) for each in SHADERS]
-    functions = {function.name for text in texts for function in Translator(text).parse().functions}
+    functions = {function.name for text in texts for function in Shader(text).functions}
     macros = {name for text in texts for name in re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M)}
     # Element types are macros that the launcher defines: LOGITS_T and the like.
     types = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z_]*_T\b", text)}
     elsewhere = frozenset(functions | macros | types)
-    assert language.lint(Translator(bare(path)).parse(), elsewhere=elsewhere) == []
+    assert language.lint(Shader(bare(path)), elsewhere=elsewhere) == []
 
 
 def test_there_are_shaders() -> None:
@@ -122,7 +122,7 @@ def test_what_metal_refuses_is_refused(source: str, says: str) -> None:
 
 
 def test_bfloat_is_metal_3_1() -> None:
-    shader = Translator("inline float f(bfloat x) { return float(x); }").parse()
+    shader = Shader("inline float f(bfloat x) { return float(x); }")
     assert language.lint(shader, version=30) == ["line 1: 'bfloat' is Metal 3.1"]
     assert language.lint(shader, version=31) == []
 

@@ -35,7 +35,7 @@ conversions are written out; so are address spaces on every pointer and referenc
 from __future__ import annotations
 
 from moefuse.testing.msl.library import Dispatches, Fault, Library, compile_shader, dispatches, shuffled
-from moefuse.testing.msl.translate import CompileError
+from moefuse.testing.msl.shader import CompileError
 
 __all__ = ["CompileError", "Dispatches", "Fault", "Library", "compile_shader", "dispatches", "install", "shuffled"]
 

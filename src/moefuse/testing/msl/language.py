@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 
-from moefuse.testing.msl.translate import ATTRIBUTES, FIXED, OTHER_TYPES, SCALARS, SPACES, VECTORS, Translator
+from moefuse.testing.msl.shader import ATTRIBUTES, PLAIN_TYPES, SPACES, VECTORS, Shader
 
 #: version of the language that first has a name, times ten; 3.0 for all others
 SINCE = dict.fromkeys(("bfloat", *(name for name in VECTORS if "bfloat" in name), "simdgroup_bfloat8x8"), 31)
 
 TYPES = {
-    *SCALARS,
-    *FIXED,
-    *VECTORS,
-    *OTHER_TYPES,
+    *PLAIN_TYPES,
     *("vec", "atomic", "mem_flags", "memory_order", "simd_vote", "simdgroup_matrix"),
     *("simdgroup_float8x8", "simdgroup_half8x8", "simdgroup_bfloat8x8"),
     *("enable_if_t", "conditional_t"),
@@ -77,7 +74,7 @@ FORBIDDEN = {
 MAX_BUFFER = 30
 
 
-def lint(shader: Translator, version: int = 31, elsewhere: frozenset[str] = frozenset()) -> list[str]:
+def lint(shader: Shader, version: int = 31, elsewhere: frozenset[str] = frozenset()) -> list[str]:
     """What in a shader's text Metal would refuse, by line.
 
     Comments must be gone and macros may be. ``elsewhere``: functions and macros that other files define.
@@ -87,8 +84,7 @@ def lint(shader: Translator, version: int = 31, elsewhere: frozenset[str] = froz
     def say(line: int, what: str) -> None:
         problems.append(f"line {line}: {what}")
 
-    own = {function.name for function in shader.functions}
-    own_types = shader.types - {*SCALARS, *FIXED, *VECTORS, *OTHER_TYPES}
+    own = {function.name for function in shader.functions} | shader.types
     for i in range(len(shader.solid)):
         token = shader.at(i)
         before, after = shader.text(i - 1), shader.text(i + 1)
@@ -108,7 +104,7 @@ def lint(shader: Translator, version: int = 31, elsewhere: frozenset[str] = froz
                 say(token.line, f"'.{token.text}()' is no method that shaders may use")
             continue
         declared = (shader.at(i - 1).kind == "name" and before not in _STATEMENTS) or before in ("*", "&")
-        known = own | elsewhere | own_types | TYPES | FUNCTIONS | BUILTINS | _STATEMENTS | set(SPACES)
+        known = own | elsewhere | TYPES | FUNCTIONS | BUILTINS | _STATEMENTS | set(SPACES)
         if token.text not in known and not declared:
             say(token.line, f"'{token.text}' is not among the functions and types of Metal that shaders may use")
         if before == "::" and shader.text(i - 2) in ("precise", "fast") and token.text not in FLOAT_FUNCTIONS:
@@ -123,7 +119,7 @@ def lint(shader: Translator, version: int = 31, elsewhere: frozenset[str] = froz
     return problems
 
 
-def _recursive(shader: Translator) -> list[str]:
+def _recursive(shader: Shader) -> list[str]:
     own = {function.name for function in shader.functions}
     calls: dict[str, set[str]] = {name: set() for name in own}
     for function in shader.functions:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from moefuse import config
 from moefuse.testing.msl.language import lint
-from moefuse.testing.msl.translate import CompileError, Translator
+from moefuse.testing.msl.shader import CompileError, Shader
+from moefuse.testing.msl.translate import translate
 
 CPP = Path(__file__).parent / "cpp"
 MAX_THREADGROUP_MEMORY = 32768
@@ -170,11 +171,21 @@ def _toolchain() -> str:
     return state.hexdigest()
 
 
+@functools.cache
+def _cache() -> Path:
+    """Where libraries are kept: the user's cache, or for this process alone where that cannot be written."""
+    home = config.cache() / "msl"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="moefuse-msl-"))
+    return home
+
+
 def _built(name: str, key: str, build: Any) -> Path:
     """The library ``key`` stands for, from the cache or made by ``build(target)``."""
-    target = config.cache() / "msl" / f"{name}-{hashlib.sha256(f'{_toolchain()}{key}'.encode()).hexdigest()[:24]}.so"
+    target = _cache() / f"{name}-{hashlib.sha256(f'{_toolchain()}{key}'.encode()).hexdigest()[:24]}.so"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             build(made)
@@ -220,7 +231,6 @@ def _runtime() -> ctypes.CDLL:
 
 #: the simulated GPU is one: autograd calls from a thread of its own
 _GPU = threading.Lock()
-_state = threading.local()
 
 
 @dataclass
@@ -318,8 +328,6 @@ class Kernel:
         grid, group = self._shape(_sizes(threads), None if group_size is None else _sizes(group_size))
         for counted in _COUNTING:
             counted.names.append(self.name)
-        if 0 in grid:
-            return
         launch = _Launch(self._described.entry, _Three(*grid), _Three(*group), _SEED[0], len(args), buffers)
         with _GPU:
             if _runtime().msl_run(ctypes.byref(launch)):
@@ -338,7 +346,7 @@ class Kernel:
             raise ValueError(
                 f"{self.name}: a threadgroup has 1 to {self.max_threads_per_threadgroup} threads, got {group}"
             )
-        if max(grid) >= 2**32 or min(grid) < 0:
+        if not 0 < min(grid) <= max(grid) < 2**32:
             raise ValueError(f"{self.name}: {threads} threads are no grid")
         return grid, size
 
@@ -481,20 +489,20 @@ def compile_shader(source: str) -> Library:
     if source not in _LOADED:
         if not source.isascii():
             raise CompileError("torch hands shaders on as ASCII, and this one has other characters")
-        shader = Translator(preprocess(source)).parse()
+        shader = Shader(preprocess(source))
         if problems := lint(shader):
             raise CompileError("\n".join(problems))
-        translation = shader.run()
+        cpp = translate(shader)
 
         def build(target: Path) -> None:
             unit, made = target.with_suffix(".cpp"), target.with_suffix(".o")
-            unit.write_text(translation.cpp)
+            unit.write_text(cpp)
             _checked([config.cxx(), *_INSTRUMENTED, "-isystem", str(CPP), "-c", str(unit), "-o", str(made)], source)
             _checked(
                 [config.cxx(), "-shared", "-Wl,-Bsymbolic", str(made), str(_runtime_path()), "-o", str(target), "-lm"]
             )
 
-        library = Library(source, _built("shader", translation.cpp + " ".join(_INSTRUMENTED), build))
+        library = Library(source, _built("shader", cpp + " ".join(_INSTRUMENTED), build))
         for function, size in library.threadgroup_memory().items():
             if size > MAX_THREADGROUP_MEMORY:
                 raise CompileError(f"{function} has {size} bytes of threadgroup memory, Metal {MAX_THREADGROUP_MEMORY}")

@@ -34,10 +34,10 @@ namespace msl {
 
 // The access is announced as an atomic one, so the compiler must not announce it again.
 template <class T, class F>
-__attribute__((no_sanitize("thread"))) inline T atomically(const volatile metal::atomic<T>* object, bool writes, int line,
-                                                          F change) {
+__attribute__((no_sanitize("thread"))) inline T atomically(const volatile metal::atomic<T>* object, bool reads,
+                                                          bool writes, int line, F change) {
   T* value = const_cast<T*>(&object->hidden);
-  msl_atomic_access(value, sizeof(T), writes, line);
+  msl_atomic_access(value, sizeof(T), reads, writes, line);
   const T old = *value;
   if (writes) *value = change(old);
   return old;
@@ -55,12 +55,12 @@ namespace metal {
 
 template <class T>
 inline T atomic_load_explicit(const volatile atomic<T>* object, memory_order, MSL_HERE) {
-  return msl::atomically(object, false, line, [](T x) { return x; });
+  return msl::atomically(object, true, false, line, [](T x) { return x; });
 }
 #define MSL_ATOMIC(NAME, RESULT)                                                                           \
   template <class T>                                                                                       \
   inline T NAME(volatile atomic<T>* object, msl::same<T> operand, memory_order, MSL_HERE) {                \
-    return msl::atomically(object, true, line, [=](T old) { return T(RESULT); });                          \
+    return msl::atomically(object, true, true, line, [=](T old) { return T(RESULT); });                          \
   }
 MSL_ATOMIC(atomic_exchange_explicit, ((void)old, operand))
 MSL_ATOMIC(atomic_fetch_add_explicit, old + operand)
@@ -73,13 +73,13 @@ MSL_ATOMIC(atomic_fetch_xor_explicit, old ^ operand)
 #undef MSL_ATOMIC
 template <class T>
 inline void atomic_store_explicit(volatile atomic<T>* object, msl::same<T> value, memory_order, MSL_HERE) {
-  msl::atomically(object, true, line, [=](T) { return value; });
+  msl::atomically(object, false, true, line, [=](T) { return value; });
 }
 template <class T>
 inline bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected, msl::same<T> desired,
                                                   memory_order, memory_order, MSL_HERE) {
   const T wanted = *expected;
-  const T old = msl::atomically(object, true, line, [=](T x) { return x == wanted ? desired : x; });
+  const T old = msl::atomically(object, true, true, line, [=](T x) { return x == wanted ? desired : x; });
   *expected = old;
   return old == wanted;
 }
@@ -206,7 +206,7 @@ template <class T>
 inline T simd_broadcast_first(T x, MSL_HERE) {
   return msl::fetch("simd_broadcast_first", line, x, 0);
 }
-// Lanes without a partner keep their own value: Metal leaves it undefined for _down and gives the own value for _up.
+// Nothing wraps around: lanes without a partner keep their own value.
 template <class T>
 inline T simd_shuffle_down(T x, ushort by, MSL_HERE) {
   const uint lane = msl::msl_place.thread_index_in_simdgroup;

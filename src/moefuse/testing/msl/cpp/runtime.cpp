@@ -571,11 +571,9 @@ void msl_simdgroup_barrier(u32 memory, int line) {
 
 void msl_together(const char*, int line) { running->trail = running->trail * 31 + line; }
 
-void msl_atomic_access(const void* address, u32 bytes, bool writes, int line) {
-  if (writes)
-    touch<true>(address, bytes, true, 0, line);
-  else
-    touch<false>(address, bytes, true, 0, line);
+void msl_atomic_access(const void* address, u32 bytes, bool reads, bool writes, int line) {
+  if (reads) touch<false>(address, bytes, true, 0, line);
+  if (writes) touch<true>(address, bytes, true, 0, line);
 }
 
 void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, u32 granule, int line) {

@@ -44,7 +44,7 @@ Lanes& msl_exchange(const char* name, int line, const void* mine, u32 bytes, Fin
 // Executed by all lanes together, but nothing is exchanged: a lane that skips it is found at the next meeting.
 void msl_together(const char* name, int line);
 
-void msl_atomic_access(const void* address, u32 bytes, bool writes, int line);
+void msl_atomic_access(const void* address, u32 bytes, bool reads, bool writes, int line);
 // One array of threadgroup memory: the same storage for every thread of the group that comes by its declaration.
 void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, u32 granule, int line);
 [[noreturn]] void msl_wrong_space(const volatile void* pointer, const char* name, int line);
