@@ -198,9 +198,44 @@ def test_defect_9_more_rows_than_an_int16_counts(rng) -> None:
           Tolerance(4e-6, 4e-6, "a sum of four terms that may cancel"))  # fmt: skip
 
 
-@pytest.mark.slow
-def test_defect_10_stacks_over_two_gigabytes(rng) -> None:
-    """Experts 2**31 bytes apart; what lies between them is never touched."""
+def apart(rng: torch.Generator, stride: int, *shape: int) -> torch.Tensor:
+    """Random numbers whose first dimension has this stride."""
+    padded = normal(rng, shape[0], stride, scale=shape[-1] ** -0.5)
+    return padded[:, : math.prod(shape[1:])].unflatten(1, shape[1:])
+
+
+@pytest.mark.skipif(DEVICE == "mps", reason="reads far outside of its buffers")
+@pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
+@pytest.mark.parametrize("stride", [100, 820, 428], ids=["rows", "up", "down"])
+def test_defect_10_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
+    """A stride with 2**32 added leads astray; in 32 bits it would be the old one, and the result right."""
+    x, gate_up, down = apart(rng, 100, T, 24), apart(rng, 820, 5, 32, 24), apart(rng, 428, 5, 24, 16)
+    ids, weights = torch.randint(1, 5, (T, 2), generator=rng), torch.rand((T, 2), generator=rng)
+    want = moefuse.experts(x.double(), ids, weights.double(), gate_up.double(), down.double(), backend="reference")
+
+    def run() -> float:
+        try:
+            return difference(moefuse.experts(x, ids, weights, gate_up, down, backend=BACKEND), want).worst
+        except Fault:
+            return math.inf
+
+    assert run() < 3e-6
+    find = launch._kernel
+
+    def lengthened(*key) -> Callable:
+        def call(*args, **grid) -> None:
+            lists = [[v + 2**32 * (v == stride) for v in a] if isinstance(a, list) else a for a in args]
+            find(*key)(*lists, **grid)
+
+        return call
+
+    monkeypatch.setattr(launch, "_kernel", lengthened)
+    assert run() > 1e-3
+
+
+@pytest.mark.skipif(DEVICE != "mps", reason="the simulator would copy four gigabytes")
+def test_defect_10_stacks_over_four_gigabytes(rng) -> None:
+    """Experts 2**30 elements apart; what lies between them is never touched."""
     far = 2**30 + 64
     storage = torch.zeros(2 * far + 64, dtype=torch.float16, device=DEVICE)
     weight = storage.as_strided((3, 4, 16), (far, 16, 1))
