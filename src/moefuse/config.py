@@ -4,6 +4,8 @@
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
 MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
+CXX                    compiler of the Metal simulator; default g++
+XDG_CACHE_HOME         what the simulator compiles is kept in moefuse/msl below it; default ~/.cache
 TRITON_INTERPRET       Triton's own: 1 runs its kernels in an interpreter on the processor
 ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX traps
 =====================  =======================================================================
@@ -15,6 +17,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 
 @functools.cache
@@ -26,6 +29,16 @@ def backend() -> str | None:
 def cpu_isa() -> str | None:
     """The instruction set forced by the environment, if any."""
     return os.environ.get("MOEFUSE_CPU_ISA") or None
+
+
+def cxx() -> str:
+    """The compiler that builds what the Metal simulator runs."""
+    return os.environ.get("CXX") or "g++"
+
+
+def cache() -> Path:
+    """Where compiled things that can be made again are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefuse"
 
 
 def triton_interpreted() -> bool:

@@ -1,0 +1,105 @@
+"""experts on Apple GPUs: two launches for few tokens, four for more; a norm after few tokens is one of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefuse.backends.metal import tiles
+from moefuse.backends.metal.activation import kind_of, numbers_of
+from moefuse.backends.metal.combine import Tail, weighted_sum
+from moefuse.backends.metal.grouped_linear import product, up_biases, up_rows
+from moefuse.backends.metal.launch import ceil_div, dense, launch, rows, wide
+from moefuse.backends.metal.plan import plan
+from moefuse.types import Activation
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    shared_logit: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: Activation,
+    layout: str,
+    out: Tensor,
+    normed_out: Tensor | None,
+) -> None:
+    tail = Tail(x, shared, shared_gate, shared_logit, residual, norm_weight)
+    stacks = up_rows(gate_up, up, layout, activation.gated)
+    biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
+    ids = ids.contiguous()
+    if x.shape[0] <= tiles.FEW_TOKENS and all(stack.stride(2) == 1 for stack in (*stacks, down)):
+        _few(
+            rows(x), ids, weights.contiguous(), stacks, biases, down, down_bias, tail, eps, activation, out, normed_out
+        )
+        return
+    S, E, I = ids.numel(), down.shape[0], down.shape[2]
+    if offsets is None or order is None or inverse is None:
+        _, offsets, order, inverse = plan(ids, E)
+    # Float32 in between, as for few tokens: prefill and decode then differ by the rounding of the result alone.
+    hidden = torch.empty((S, I), dtype=torch.float32, device=x.device)
+    product(
+        x, stacks, biases, offsets, order, gather=True, scatter=False, fill=False, activation=activation, out=hidden
+    )
+    y = torch.empty((S, x.shape[1]), dtype=torch.float32, device=x.device)
+    product(
+        hidden, (down, down), (down_bias, down_bias), offsets, order, gather=False, scatter=False, fill=False,
+        activation=None, out=y,
+    )  # fmt: skip
+    weighted_sum(y, weights, inverse, ids, E, tail, eps, out, normed_out)
+
+
+def _few(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    down: Tensor,
+    down_bias: Tensor | None,
+    tail: Tail,
+    eps: float,
+    activation: Activation,
+    out: Tensor,
+    normed_out: Tensor | None,
+) -> None:
+    """Matrix-vector products, no plan; hidden values stay float32."""
+    (T, H), top_k, (E, _, I) = x.shape, ids.shape[1], down.shape
+    (w, u), (bias, up_bias) = stacks, biases
+    normed = out if normed_out is None else normed_out
+    files = ("combine", "few")
+    last_bias = dense(down_bias, x)
+    hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
+    macros = {
+        "X_T": x.dtype, "BIAS_T": x.dtype if bias is None else bias.dtype, "DOWN_BIAS_T": last_bias.dtype,
+        "WIDE": wide(x, w, u, down, hidden), "Y_T": x.dtype, "WEIGHT_T": weights.dtype, **tail.types,
+        "OUT_T": out.dtype, "NORMED_T": normed.dtype, "ID_T": ids.dtype,
+    }  # fmt: skip
+    launch(
+        "few_up", files, macros, (ceil_div(I, 8), T * top_k), 128, x, ids, w, u, x if bias is None else bias,
+        x if up_bias is None else up_bias, hidden,
+        [E, top_k, I, H, x.stride(0), *w.stride()[:2], *u.stride()[:2], int(bias is not None),
+         *((0, 0) if bias is None else bias.stride()), kind_of(activation), int(activation.gated)],
+        numbers_of(activation),
+    )  # fmt: skip
+    total = torch.empty((T, H) if tail.flags[-1] else 1, dtype=torch.float32, device=x.device)
+    launch(
+        "few_down", files, macros, (ceil_div(H, 8), T), 128, hidden, ids, weights, down, last_bias,
+        tail.shared, tail.factor, tail.residual, total, out, [I, *down.stride()[:2], int(down_bias is not None)],
+        tail.sizes(H, top_k, E, None, ids),
+    )  # fmt: skip
+    if tail.flags[-1]:
+        launch("norm_rows", files, macros, (T,), 256, total, tail.norm, normed, H, float(eps))

@@ -1,0 +1,78 @@
+"""Compile shaders, once per set of macros, and launch their kernels; the one place that knows torch.mps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: what compiles a shader's source; the simulator puts itself here
+compile_shader: Callable[[str], Any] = torch.mps.compile_shader
+#: whether it takes processor tensors, as the simulator does
+EMULATED = False
+
+_HOME = Path(__file__).parent
+_TYPES = {
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+    torch.int32: "int",
+    torch.int64: "long",
+}
+
+
+@functools.cache
+def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
+    """The text of a library: macros, what all kernels share, then ``files`` in their order."""
+    lines = [f"#define {name} {_TYPES.get(value, value)}\n" for name, value in macros]
+    return "".join((*lines, *((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))))
+
+
+@functools.cache
+def _kernel(
+    compiler: Callable[[str], Any], name: str, files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]
+) -> Any:
+    return getattr(_library(compiler, source(files, macros)), name)
+
+
+@functools.cache
+def _library(compiler: Callable[[str], Any], text: str) -> Any:
+    return compiler(text)
+
+
+def launch(
+    name: str, files: tuple[str, ...], macros: dict[str, Any], groups: tuple[int, ...], group_size: int, *args: Any
+) -> None:
+    """Run a kernel on ``groups`` threadgroups of ``group_size`` threads in a row. An empty grid is no launch.
+
+    ``macros`` values are numbers or element types. Arguments are tensors, ints (int64 there), floats (float32) and
+    lists of either, which the kernel takes as a struct.
+    """
+    if 0 in groups:
+        return
+    kernel = _kernel(compile_shader, name, files, tuple(macros.items()))
+    flat = (1,) * (len(groups) - 1)
+    kernel(*args, threads=(groups[0] * group_size, *groups[1:]), group_size=(group_size, *flat))
+
+
+def dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
+    """``t`` without gaps; where there is none, ``stand_in``, which the kernel is told not to read."""
+    return stand_in if t is None else t.contiguous()
+
+
+def rows(t: Tensor) -> Tensor:
+    """A matrix whose rows are without gaps; how far apart they lie is free."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def wide(*tensors: Tensor) -> int:
+    """1 where four neighbours, from any column that is a multiple of four, may be read as one vector."""
+    return int(all(t.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in tensors))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

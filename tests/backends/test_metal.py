@@ -1,0 +1,398 @@
+"""The Metal kernels: the case table, the seeds' defects and the number of launches, on a Mac or on the simulator.
+
+The simulator runs the very shaders that ship and faults on what a GPU keeps silent about: races, reads out of bounds or
+of memory nobody wrote, and threads that miss a barrier.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from metal_target import TARGET, counted, simulated
+
+import moefuse
+from moefuse import Activation, Routing
+from moefuse.backends.metal import launch, tiles
+from moefuse.testing import cases
+from moefuse.testing.compare import Tolerance, difference
+from moefuse.testing.msl import Fault
+from moefuse.testing.poison import poisoned
+
+BACKEND, DEVICE = TARGET
+F32 = Tolerance(1e-6, 1e-6, "f32 inside")
+pytestmark = pytest.mark.usefixtures("_metal")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _metal() -> Iterator[None]:
+    with simulated():
+        yield
+
+
+def named(found: list) -> list:
+    return [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case, dtype in found]
+
+
+EACH = [(case, dtype) for case in cases.CASES for dtype in case.dtypes]
+
+
+def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
+    outcome = cases.run(case, dtype, BACKEND, DEVICE, rng.initial_seed())
+    assert outcome.passed, outcome.describe()
+
+
+@pytest.mark.parametrize(("case", "dtype"), named(EACH))
+def test_case(case, dtype, rng) -> None:
+    passes(case, dtype, rng)
+
+
+def of(op: str) -> list:
+    return named([(case, torch.float32) for case in cases.CASES if case.op == op])
+
+
+@pytest.mark.parametrize(("case", "dtype"), of("experts"))
+@pytest.mark.parametrize("few", [0, 10**6], ids=["tiles", "vectors"])
+def test_both_ways_to_run_experts(case, dtype, few, rng, monkeypatch) -> None:
+    """Every case as products in tiles and as matrix-vector products, whatever the number of tokens."""
+    monkeypatch.setattr(tiles, "FEW_TOKENS", few)
+    passes(case, dtype, rng)
+
+
+@pytest.mark.parametrize(("case", "dtype"), of("gate"))
+@pytest.mark.parametrize(("few", "whole"), [(10**6, 10**9), (10**6, 0), (0, 0)], ids=["whole", "vectors", "tiles"])
+def test_every_way_to_run_the_gate(case, dtype, few, whole, rng, monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "GATE_FEW_TOKENS", few)
+    monkeypatch.setattr(tiles, "WHOLE_ROUTER", whole)
+    passes(case, dtype, rng)
+
+
+def normal(rng: torch.Generator, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(shape, generator=rng) * scale).to(dtype).to(DEVICE)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: Tolerance = F32) -> None:
+    gap = difference(got, want)
+    assert gap.within(bound), f"worst {gap.worst:.3g}, rms {gap.rms:.3g}; {gap.where}"
+
+
+def routed(logits: torch.Tensor, routing: Routing, **more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids, which must be those of the float64 reference."""
+    with poisoned():
+        weights, ids = moefuse.route(logits, routing, backend=BACKEND, **more)
+    wide = {name: t.cpu().double() for name, t in more.items()}
+    want, want_ids = moefuse.route(logits.cpu().double(), routing, backend="reference", **wide)
+    assert torch.equal(ids.cpu(), want_ids)
+    close(weights, want)
+    return weights.cpu(), ids.cpu()
+
+
+@pytest.mark.parametrize("E", [1, 8, 60, 100, 128, 256, 1000])
+@pytest.mark.parametrize("top_k", [1, 2, 6, 8, 10, 22])
+def test_any_number_of_experts_and_slots(E, top_k, rng) -> None:
+    """Defects 1, 4, 5 and 13: E exactly 128, wrong reductions for other E, top_k at most 8."""
+    if top_k > E:
+        pytest.skip("no more slots than experts")
+    routed(normal(rng, 2, E, scale=2.0), Routing(top_k))
+    x, router, norm = normal(rng, 2, 20), normal(rng, E, 20, scale=20**-0.5), normal(rng, 20)
+    weights, ids = moefuse.gate(x, router, Routing(top_k), norm_weight=norm, backend=BACKEND)
+    wide = [t.cpu().double() for t in (x, router, norm)]
+    want, want_ids = moefuse.gate(*wide[:2], Routing(top_k), norm_weight=wide[2], backend="reference")
+    logits = (wide[0] * (wide[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * wide[2]) @ wide[1].T
+    if (logits.sort(-1).values.diff(dim=-1) > 1e-5).all():
+        assert torch.equal(ids.cpu(), want_ids)
+        close(weights, want, Tolerance(3e-6, 3e-6, "weights of logits that are a float32 product"))
+
+
+def test_defect_2_scale_and_renormalising_are_told_apart(rng) -> None:
+    """A uniform scale cancels where the weights are renormalised after it, and only there."""
+    logits, scale = normal(rng, 3, 24), torch.full((24,), 3.0, device=DEVICE)
+    once, _ = routed(logits, Routing(4), per_expert_scale=scale)
+    twice, _ = routed(logits, Routing(4, renormalize_after_scale=True), per_expert_scale=scale)
+    close(once.sum(-1), torch.full((3,), 3.0, dtype=torch.float64))
+    close(twice.sum(-1), torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.skipif(DEVICE == "mps", reason="a GPU keeps silent about races")
+@pytest.mark.parametrize(
+    ("barrier", "case"),
+    [
+        ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (sg == 0) {", "gate/plain"),
+        ("simdgroup_barrier(mem_flags::mem_threadgroup);\n        keep_groups", "route/groups_max"),
+    ],
+    ids=["gate", "groups"],
+)
+def test_defect_3_a_missing_barrier_is_a_fault(barrier, case, monkeypatch) -> None:
+    """The race of the seeds' routing, planted here: routing never runs before its logits are there."""
+    break_shaders(monkeypatch, barrier, barrier[barrier.index(";") + 1 :])
+    with pytest.raises(Fault):
+        cases.run(next(one for one in cases.CASES if one.id == case), torch.float32, BACKEND, DEVICE, seed=3)
+
+
+@pytest.mark.parametrize("E", [33, 60, 100])
+def test_defect_5_every_expert_has_a_part_in_the_reductions(E) -> None:
+    """Each expert in turn towers over the others: a maximum that missed it would overflow."""
+    logits = torch.full((E, E), -200.0, device=DEVICE).fill_diagonal_(200.0)
+    weights, ids = routed(logits, Routing(1, renormalize=False))
+    assert ids.flatten().tolist() == list(range(E))
+    assert (weights == 1).all()
+
+
+@pytest.mark.parametrize("E", [8, 60, 1000])
+def test_defect_6_rows_without_an_answer_fail_closed(E, rng) -> None:
+    logits = normal(rng, 6, E)
+    logits[1] = -torch.inf
+    logits[2, E - 1] = torch.nan
+    logits[3, 0] = torch.inf
+    logits[4, 1:] = -torch.inf
+    weights, ids = routed(logits, Routing(4))
+    assert (ids[1:4] == E).all()
+    assert (weights[1:4] == 0).all()
+    assert ids[4].tolist() == [0, E, E, E]
+    assert weights[4].tolist() == [1.0, 0.0, 0.0, 0.0]
+    spoiled = torch.zeros(E, device=DEVICE)
+    spoiled[3] = torch.nan
+    assert (routed(logits, Routing(2, score="sigmoid"), bias=spoiled)[1] == E).all()
+
+
+def block(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tensor, **more) -> tuple:
+    """`experts` on random weights, and the same in float64."""
+    dtype = more.pop("dtype", torch.float32)
+    x = normal(rng, T, H, scale=more.pop("size", 1.0), dtype=dtype)
+    gate_up, down = (
+        normal(rng, E, 2 * I, H, scale=H**-0.5, dtype=dtype),
+        normal(rng, E, H, I, scale=I**-0.5, dtype=dtype),
+    )
+    weights = torch.softmax(torch.randn(ids.shape, generator=rng), -1).to(DEVICE)
+    with poisoned():
+        got = moefuse.experts(x, ids.to(DEVICE), weights, gate_up, down, backend=BACKEND, **more)
+    wide = [t.cpu().double() for t in (x, weights, gate_up, down)]
+    want = moefuse.experts(wide[0], ids, *wide[1:], backend="reference", **more)
+    return got.cpu(), want
+
+
+@pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_defects_7_and_8_duplicates_and_bad_ids(T, kind, rng) -> None:
+    """Eight equal ids, ids far outside: each row has its own result and nobody's memory is touched."""
+    ids = torch.randint(0, 6, (T, 8), generator=rng).to(kind)
+    ids[0] = 3
+    ids[1] = -1
+    ids[2] = torch.tensor([0, 6, -7, 2**31 - 1, 5, -(2**31), 1, 0])
+    got, want = block(rng, T, 6, 24, 16, ids)
+    assert (got[1] == 0).all()
+    close(got, want, Tolerance(2e-6, 2e-6, "two products and a sum"))
+
+
+def test_defect_9_more_rows_than_an_int16_counts(rng) -> None:
+    """The last rows of 33,000 come from and go to the right place."""
+    S = 33000
+    ids = torch.randint(0, 3, (S, 1), generator=rng).to(torch.int32).to(DEVICE)
+    plan = moefuse.plan(ids, 3, backend=BACKEND)
+    want = moefuse.plan(ids.cpu(), 3, backend="reference")
+    for name in ("counts", "offsets", "order", "inverse"):
+        assert torch.equal(getattr(plan, name).cpu(), getattr(want, name)), name
+    x, weight = normal(rng, S, 4), normal(rng, 3, 2, 4)
+    y = moefuse.grouped_linear(x, weight, plan, gather=True, scatter=True, backend=BACKEND)
+    close(y, (weight.cpu().double()[ids.cpu().flatten()] @ x.cpu().double()[..., None])[..., 0],
+          Tolerance(4e-6, 4e-6, "a sum of four terms that may cancel"))  # fmt: skip
+
+
+def apart(rng: torch.Generator, stride: int, *shape: int) -> torch.Tensor:
+    """Random numbers whose first dimension has this stride."""
+    padded = normal(rng, shape[0], stride, scale=shape[-1] ** -0.5)
+    return padded[:, : math.prod(shape[1:])].unflatten(1, shape[1:])
+
+
+@pytest.mark.skipif(DEVICE == "mps", reason="reads far outside of its buffers")
+@pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
+@pytest.mark.parametrize("stride", [100, 820, 428], ids=["rows", "up", "down"])
+def test_defect_10_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
+    """A stride with 2**32 added leads astray; in 32 bits it would be the old one, and the result right."""
+    x, gate_up, down = apart(rng, 100, T, 24), apart(rng, 820, 5, 32, 24), apart(rng, 428, 5, 24, 16)
+    ids, weights = torch.randint(1, 5, (T, 2), generator=rng), torch.rand((T, 2), generator=rng)
+    want = moefuse.experts(x.double(), ids, weights.double(), gate_up.double(), down.double(), backend="reference")
+
+    def run() -> float:
+        try:
+            return difference(moefuse.experts(x, ids, weights, gate_up, down, backend=BACKEND), want).worst
+        except Fault:
+            return math.inf
+
+    assert run() < 3e-6
+    find = launch._kernel
+
+    def lengthened(*key) -> Callable:
+        def call(*args, **grid) -> None:
+            lists = [[v + 2**32 * (v == stride) for v in a] if isinstance(a, list) else a for a in args]
+            find(*key)(*lists, **grid)
+
+        return call
+
+    monkeypatch.setattr(launch, "_kernel", lengthened)
+    assert run() > 1e-3
+
+
+@pytest.mark.skipif(DEVICE != "mps", reason="the simulator would copy four gigabytes")
+def test_defect_10_stacks_over_four_gigabytes(rng) -> None:
+    """Experts 2**30 elements apart; what lies between them is never touched."""
+    far = 2**30 + 64
+    storage = torch.zeros(2 * far + 64, dtype=torch.float16, device=DEVICE)
+    weight = storage.as_strided((3, 4, 16), (far, 16, 1))
+    weight.copy_(normal(rng, 3, 4, 16, dtype=torch.float16))
+    ids = torch.tensor([[2], [0], [1], [2]], dtype=torch.int32, device=DEVICE)
+    x = normal(rng, 4, 16, dtype=torch.float16)
+    plan = moefuse.plan(ids, 3, backend=BACKEND)
+    y = moefuse.grouped_linear(x, weight, plan, gather=True, scatter=True, backend=BACKEND)
+    want = (weight.cpu().double()[ids.cpu().flatten()] @ x.cpu().double()[..., None])[..., 0]
+    close(y, want, Tolerance(1e-3, 1e-3, "rounded to float16 once"))
+
+
+@pytest.mark.parametrize("E", [40, 100, 1000])
+def test_defect_12_ties_go_to_the_lowest_id(E) -> None:
+    logits = torch.zeros(2, E, device=DEVICE)
+    logits[1, [E - 1, 33, 7]] = 1.0
+    logits[0, 5] = -0.0
+    _, ids = routed(logits, Routing(10))
+    assert ids[0].tolist() == list(range(10))
+    assert ids[1].tolist() == [7, 33, E - 1, 0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
+def test_defect_14_large_bfloat16_values_stay_finite(T, rng) -> None:
+    """Nothing passes through float16 on the way, and nothing is rounded but the result, in decode or in prefill."""
+    ids = torch.randint(0, 4, (T, 2), generator=rng)
+    got, want = block(rng, T, 4, 32, 16, ids, dtype=torch.bfloat16, size=3e5, activation="relu")
+    assert want.abs().max() > 65504
+    close(got, want, Tolerance(2**-8 + 1e-5, 2**-8, "the result is rounded to bfloat16 once"))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "swiglu_oai", "swiglu_clamp"])
+def test_defect_16_far_negative_gates_give_zero(kind) -> None:
+    far = torch.tensor([-torch.inf, -1e30, -300.0, -90.0], device=DEVICE)
+    for activation in (Activation(kind), Activation(kind, gated=False)):
+        up = (torch.ones_like(far),) if activation.gated else ()
+        got = moefuse.glu(far, *up, activation, backend=BACKEND)
+        assert (got.abs() < 1e-30).all(), got
+    large = torch.tensor([3e38, 100.0, 20.0, 1.0], device=DEVICE)
+    assert moefuse.glu(large, torch.zeros_like(large), kind, backend=BACKEND).isfinite().all()
+
+
+def test_defect_19_gate_is_the_first_half() -> None:
+    gate_up = torch.tensor([[1.0, 2.0, 10.0, 20.0]], device=DEVICE)
+    assert moefuse.glu(gate_up, "relu", backend=BACKEND).tolist() == [[10.0, 40.0]]
+    assert moefuse.glu(gate_up, "relu", layout="interleaved", backend=BACKEND).tolist() == [[2.0, 200.0]]
+
+
+@pytest.mark.parametrize("case", ["moe/qwen3", "moe/decode", "plan/messy", "grouped_outer/up"])
+def test_defect_20_the_same_bits_run_after_run(case) -> None:
+    found = next(one for one in cases.CASES if one.id == case)
+    inputs = {k: cases.map_tensors(v, lambda t: t.to(DEVICE)) for k, v in found.inputs(5, torch.float32).items()}
+    first, second = (cases._call(found.op, inputs, BACKEND) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gelu_in_its_tails() -> None:
+    """MSL has no erf: ours, against the exact one, relative to the value itself until it is tiny."""
+    g = torch.linspace(-12, 12, 4001)
+    got = moefuse.glu(g.to(DEVICE), Activation("gelu", gated=False), backend=BACKEND).cpu().double()
+    want = torch.tensor([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in g.tolist()], dtype=torch.float64)
+    error = (got - want).abs() / want.abs().clamp(min=1e-6)
+    assert error.max() < 4e-6, float(g[error.argmax()])
+
+
+DECODE = next(case for case in cases.CASES if case.id == "moe/decode")
+
+
+@pytest.mark.parametrize("T", [1, 8])
+def test_a_decode_block_takes_four_launches(T) -> None:
+    """Gate with norm and routing, up with activation, down with combine and residual, and the next layer's norm."""
+    inputs = cases._moe(T, 32, 96, 32, Routing(top_k=8))(cases.Inputs(torch.Generator().manual_seed(1), torch.float32))
+    here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
+    assert counted(lambda: moefuse.moe(**here, backend=BACKEND)) == ["gate_whole", "few_up", "few_down", "norm_rows"]
+    here["next_norm_weight"] = None
+    assert len(counted(lambda: moefuse.moe(**here, backend=BACKEND))) == 3
+
+
+def test_a_large_router_takes_one_launch_more(monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "WHOLE_ROUTER", 0)
+    here = {n: cases.map_tensors(v, lambda t: t.to(DEVICE)) for n, v in DECODE.inputs(1, torch.float32).items()}
+    found = counted(lambda: moefuse.moe(**here, backend=BACKEND))
+    assert found == ["gate_logits", "gate_route", "few_up", "few_down", "norm_rows"]
+
+
+def test_prefill_launches_do_not_grow_with_tokens() -> None:
+    for T in (40, 80):
+        inputs = cases._moe(T, 8, 32, 16, Routing(top_k=2))(
+            cases.Inputs(torch.Generator().manual_seed(1), torch.float32)
+        )
+        here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
+        found = counted(lambda here=here: moefuse.moe(**here, backend=BACKEND))
+        assert found == ["gate_logits_tiled", "gate_route", "plan_few", "grouped_product", "grouped_product", "combine"]
+
+
+#: kernel -> a change that breaks it, and a case that must see it
+BREAKS: dict[str, tuple[str, str, str]] = {
+    "route": ("simd_min(best == winner ? at : 0xffffffffu)", "simd_max(best == winner ? at : 0u)", "route/edges"),
+    "keep_groups": ("before < int(rule.top_groups)", "before <= int(rule.top_groups)", "route/groups_max"),
+    "gate_whole": ("inverse_rms * simd_sum(router", "simd_sum(router", "gate/norm"),
+    "gate_logits_tiled": ("a[thread_index / 4 * BLOCK_K + k] *=", "a[thread_index / 4 * BLOCK_K + k] +=", "gate/many"),
+    "plan_few": ("for (uint i = 0; i < thread_index; ++i)", "for (uint i = 1; i < thread_index; ++i)", "plan/messy"),
+    "plan_scan": ("row[i] = carry + before", "row[i] = before", "plan/many"),
+    "grouped_product": ("found[1] + int(thread_index)", "found[1] + 1 + int(thread_index)", "grouped_linear/up"),
+    "grouped_outer": ("sizes.gather != 0 ? s / sizes.divisor", "sizes.gather != 0 ? s / 1", "grouped_outer/up"),
+    "glu": ("at_most(u, limit), -limit) + 1.0f", "at_most(u, limit), -limit)", "glu/swiglu_oai"),
+    "glu_backward": ("by_gate *= activation_factor", "by_gate += activation_factor", "glu/silu"),
+    "combine": ("sizes.has_inverse != 0 ? long(inverse[s]) : s", "s", "combine/expert_major"),
+    "combine_backward": ("unit * along_norm", "along_norm", "combine/everything"),
+    "few_up": ("v = lane == 0 ? v : next_v", "v = next_v", "experts/few"),
+    "few_down": ("sum = lane == 0 ? sum : next_sum", "sum = next_sum", "experts/decode"),
+    "norm_rows": ("mine[h] * inverse_rms * float(norm[h])", "mine[h] * inverse_rms", "experts/decode"),
+}
+
+
+def break_shaders(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Compile every shader with a change in it from now on."""
+    assert any(old in path.read_text() for path in launch._HOME.glob("*.metal")), f"no shader has {old!r} any more"
+    whole: Callable = launch.compile_shader
+    monkeypatch.setattr(launch, "compile_shader", lambda text: whole(text.replace(old, new)))
+
+
+def survives(name: str) -> bool:
+    """Whether a case passes, without a fault."""
+    case = next(case for case in cases.CASES if case.id == name)
+    try:
+        return cases.run(case, torch.float32, BACKEND, DEVICE, seed=3).passed
+    except Fault:
+        return False
+
+
+def test_a_broken_kernel_is_seen(monkeypatch) -> None:
+    old, new, case = BREAKS["combine"]
+    break_shaders(monkeypatch, old, new)
+    assert not survives(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", BREAKS)
+def test_every_broken_kernel_is_seen(kernel, monkeypatch) -> None:
+    old, new, case = BREAKS[kernel]
+    break_shaders(monkeypatch, old, new)
+    assert not survives(case)
+
+
+def test_shaders_are_ascii_and_complete() -> None:
+    """torch hands the text over as ASCII; a file that is not installed would be missed on a Mac only."""
+    for path in launch._HOME.glob("*.metal"):
+        path.read_bytes().decode("ascii")
+    names = {path.stem for path in launch._HOME.glob("*.metal")}
+    assert {"common", "route", "gate", "plan", "combine", "few", "tiles", "grouped_linear"} <= names
+
+
+def test_every_structure_is_as_long_as_its_list() -> None:
+    """A struct in a shader and the list that fills it are written apart; the simulator compares their sizes."""
+    text = "".join(path.read_text() for path in launch._HOME.glob("*.metal"))
+    structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
+    for structure in structures:
+        kinds = {line.split()[0] for line in structure.splitlines()[1:] if line.strip()}
+        assert kinds <= {"long"} or kinds <= {"float"} or "simdgroup_float8x8" in kinds, structure
