@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import torch
@@ -11,11 +13,16 @@ from moefuse.ops.checks import widen
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
 from moefuse.ops.route import check_routing
+from moefuse.quant.gguf import GGUFFile, read
+from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import LAYOUTS, Activation, Routing
 
 
 class MoE(nn.Module):
     """Router, experts, optional shared expert, and an optional tail: residual and the next norm.
+
+    Experts from `from_gguf` stay in their blocks: buffers of bytes, which ``to``, ``state_dict`` and its kin treat like
+    any other; gate and up then usually come apart, as ``gate_up`` and ``up``.
 
     Args:
         hidden: ``H``.
@@ -68,6 +75,8 @@ class MoE(nn.Module):
         if shared_gate and not shared_intermediate:
             raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
         self.routing, self.layout, self.eps = routing, layout, eps
+        #: name of a weight in blocks -> its `QuantTensor.spec`
+        self.specs: dict[str, str] = {}
         self.activation = Activation.of(activation)
         E, H, I = num_experts, hidden, intermediate
         rows = self.activation.width
@@ -80,12 +89,14 @@ class MoE(nn.Module):
 
         self.router = parameter(E, H)
         self.gate_up = parameter(E, rows(I), H)
+        self.up = optional(False)
         self.down = parameter(E, H, I)
         self.gate_up_bias = optional(bias, E, rows(I))
         self.down_bias = optional(bias, E, H)
         self.logit_bias = optional(logit_bias, E)
         self.per_expert_scale = optional(per_expert_scale, E)
         self.shared_gate_up = optional(shared_intermediate, rows(shared_intermediate), H)
+        self.shared_up = optional(False)
         self.shared_down = optional(shared_intermediate, H, shared_intermediate)
         self.shared_gate = optional(shared_gate, H)
         self.norm_weight = optional(norm, H)
@@ -123,6 +134,57 @@ class MoE(nn.Module):
                 setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
         return module.train(block.training)
 
+    @classmethod
+    def from_gguf(cls, source: str | os.PathLike[str] | GGUFFile, layer: int, *, exact: bool = False) -> MoE:
+        """The experts of one layer of a GGUF file, in the file's blocks: views of its map, nothing is copied.
+
+        Takes the architectures that `moefuse.nn.from_gguf` knows, by name; any other is refused, never approximated.
+        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the block.
+
+        Args:
+            source: a path, or what `moefuse.quant.gguf.read` returned, which maps once for all layers.
+            layer: counted from 0.
+            exact: keep activations in float32, see `QuantTensor`.
+        """
+        from moefuse.nn.from_gguf import read_layer
+
+        options, tensors = read_layer(source if isinstance(source, GGUFFile) else read(source), layer)
+        with torch.device("meta"):
+            module = cls(**options)
+        for name, value in tensors.items():
+            if isinstance(value, QuantTensor):
+                delattr(module, name)
+                module.register_buffer(name, value.blocks)
+                module.specs[name] = value.exactly(exact).spec
+            elif name == "selection_bias":
+                module.selection_bias = value
+            else:
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+        return module.requires_grad_(False)
+
+    def _stack(self, name: str) -> Any:
+        """A weight, in its blocks where it has them; a shared expert's as a stack of one."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        return wrap(value.unsqueeze(0) if value.dim() == 2 else value, self.specs.get(name))
+
+    def _first(self, gate: str, up: str) -> Any:
+        first, second = self._stack(gate), self._stack(up)
+        return first if second is None else (first, second)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.specs:
+            destination[prefix + "specs"] = torch.tensor(list(json.dumps(self.specs).encode()), dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.pop(prefix + "specs", None)
+        specs = {} if given is None else json.loads(bytes(given.tolist()))
+        if specs != self.specs:
+            raise ValueError(f"MoE: the state must have the formats {self.specs}, got {specs}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, backend: str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -134,7 +196,8 @@ class MoE(nn.Module):
         )  # fmt: skip
         shared, shared_logit = self._shared(normed, backend)
         result = experts(
-            normed, ids, weights, self.gate_up, self.down, activation=self.activation, layout=self.layout,
+            normed, ids, weights, self._first("gate_up", "up"), self._stack("down"), activation=self.activation,
+            layout=self.layout,
             gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, shared=shared, shared_logit=shared_logit,
             residual=None if residual is None else residual.reshape(rows.shape),
             norm_weight=self.next_norm_weight, eps=self.eps, backend=backend,
@@ -149,14 +212,15 @@ class MoE(nn.Module):
             return None, None
         to_it = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
         ones = x.new_ones((x.shape[0], 1))
-        stacks = (self.shared_gate_up.unsqueeze(0), self.shared_down.unsqueeze(0))
+        stacks = self._first("shared_gate_up", "shared_up"), self._stack("shared_down")
         out = experts(x, to_it, ones, *stacks, activation=self.activation, layout=self.layout, backend=backend)
         if self.shared_gate is None:
             return out, None
         return out, widen(x) @ widen(self.shared_gate)
 
     def extra_repr(self) -> str:
-        E, H, I = self.down.shape
-        shared = "" if self.shared_down is None else f", shared_intermediate={self.shared_down.shape[1]}"
+        E, H, I = self._stack("down").shape
+        shared = "" if self.shared_down is None else f", shared_intermediate={self._stack('shared_down').shape[2]}"
         sizes = f"hidden={H}, intermediate={I}, num_experts={E}{shared}"
-        return f"{sizes}, activation={self.activation.kind}, {self.routing}"
+        formats = "".join(f", {name}={spec}" for name, spec in self.specs.items())
+        return f"{sizes}{formats}, activation={self.activation.kind}, {self.routing}"
