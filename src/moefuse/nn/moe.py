@@ -107,6 +107,8 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Products by their fan-in, norms and scales to one, biases to zero."""
+        if self.router.is_meta:
+            return  # nothing to fill, and torch would load its whole compiler to fill it
         for name, value in self.named_parameters():
             if name.endswith("norm_weight") or name == "per_expert_scale":
                 nn.init.ones_(value)
