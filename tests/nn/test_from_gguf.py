@@ -230,7 +230,7 @@ def test_module_verbs(path: Path) -> None:
     half = MoE.from_gguf(path, LAYER, exact=True).to(torch.bfloat16)
     assert half.gate_up.dtype == torch.uint8
     assert half.router.dtype == torch.bfloat16
-    assert difference(half(x.bfloat16()), want).worst < 0.05
+    assert difference(half(x.bfloat16()), half(x.bfloat16(), backend="reference").double()).worst < 0.02
     state = block.state_dict()
     assert {"router", "gate_up", "up", "down", "specs", "shared_up"} <= set(state)
     other = MoE.from_gguf(path, LAYER, exact=True)
