@@ -26,12 +26,13 @@ struct Output {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// [E, N, K] with K contiguous; strides in elements.
+// [E, N, K] with K contiguous, or in blocks along K; strides in bytes.
 struct Weight {
   const void* data = nullptr;
-  Dtype dtype = Dtype::f32;
+  WeightType type = WeightType::f32;
   int64_t stride_e = 0;
   int64_t stride_n = 0;
+  bool exact = false;  // blocks: activations stay in f32
 
   explicit operator bool() const { return data != nullptr; }
 };

@@ -1,7 +1,7 @@
 // experts: up product with activation, down product, combine and tail, for all experts in one call.
 //
 // Phases, each over all experts at once:
-//   pack   x [T, H] -> packed rows                                    tasks: rows
+//   pack   x [T, H] -> packed rows, twice if gate and up differ       tasks: rows
 //   up     packed x, gate_up [E, 2 I, H] -> packed hidden [S, I]      tasks: (expert, row block, column block)
 //   down   packed hidden, down [E, H, I] -> y f32 [S, H]              tasks: likewise
 //   finish y, weights, tail -> out [T, H], normed [T, H]              tasks: tokens
@@ -66,12 +66,14 @@ class Layer {
         threads_(worth(threads, args.T * args.top_k * args.H * args.I)),
         gate_up_{args},
         x_{&format_of(args.gate_up, args.x.dtype), nullptr, args.H},
+        up_x_{&format_of(args.up ? args.up : args.gate_up, args.x.dtype), nullptr, args.H},
         hidden_{&format_of(args.down, args.x.dtype), nullptr, args.I},
-        up_grid_(buckets_.offsets, args.E, args.I, gate_up_.rows_per_column(), args.H,
-                 size_of(args.gate_up.dtype), threads_),
-        down_grid_(buckets_.offsets, args.E, args.H, 1, args.I, size_of(args.down.dtype), threads_) {
+        up_grid_(buckets_.offsets, args.E, args.I, gate_up_.rows_per_column(), args.H, *x_.format,
+                 hidden_.format->pack_unit, threads_),
+        down_grid_(buckets_.offsets, args.E, args.H, 1, args.I, *hidden_.format, hidden_.format->pack_unit, threads_) {
     int64_t S = a_.T * a_.top_k;
     x_.data = scratch(Slot::activations, a_.T * x_.pitch());
+    up_x_.data = packs_twice() ? scratch(Slot::up_activations, a_.T * up_x_.pitch()) : x_.data;
     hidden_.data = scratch(Slot::hidden, S * hidden_.pitch());
     y_ = scratch_floats(Slot::products, S * a_.H);
     rows_ = scratch_floats(Slot::rows, threads_ * a_.H);
@@ -81,11 +83,14 @@ class Layer {
     auto up = [this](int64_t task, int64_t next, int) { this->up(task, next); };
     auto down = [this](int64_t task, int64_t next, int) { this->down(task, next); };
     auto finish = [this](int64_t t, int64_t, int worker) { this->finish(t, rows_ + worker * a_.H); };
-    run_phases({pack_phase(a_.x, a_.T, x_), {up_grid_.tasks(), up}, {down_grid_.tasks(), down}, {a_.T, finish}},
+    run_phases({pack_phase(a_.x, a_.T, x_), pack_phase(a_.x, packs_twice() ? a_.T : 0, up_x_),
+                {up_grid_.tasks(), up}, {down_grid_.tasks(), down}, {a_.T, finish}},
                threads_);
   }
 
  private:
+  bool packs_twice() const { return up_x_.format->pack != x_.format->pack; }
+
   void up(int64_t task, int64_t next) {
     Workspace ws;
     Cell c = up_grid_.cell(task);
@@ -100,7 +105,13 @@ class Layer {
       Cell after = up_grid_.cell(next);
       ahead = gate_up_.gate(after.expert, after.column);
     }
-    x_.format->dots({ws.a, ws.w, c.rows, width, a_.H, ws.z, width, ahead});
+    if (up_x_.format == x_.format) {
+      x_.format->dots({ws.a, ws.w, c.rows, width, a_.H, ws.z, width, ahead});
+    } else {
+      x_.format->dots({ws.a, ws.w, c.rows, c.columns, a_.H, ws.z, width, ws.w[c.columns]});
+      for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = up_x_.row(buckets_.order[c.row + m] / a_.top_k);
+      up_x_.format->dots({ws.a, ws.w + c.columns, c.rows, c.columns, a_.H, ws.z + c.columns, width, ahead});
+    }
 
     float biases[kMaxColumns], h[kMaxColumns];
     if (a_.gate_up_bias) gate_up_.biases(c, biases);
@@ -110,8 +121,7 @@ class Layer {
       float* z = ws.z + m * width;
       for (int64_t n = 0; a_.gate_up_bias && n < width; ++n) z[n] += biases[n];
       kernels().activate(a_.act, z, a_.gated ? z + c.columns : nullptr, h, c.columns);
-      hidden_.format->pack(Dtype::f32, h, c.columns, padded,
-                           hidden_.row(c.row + m) + c.column * hidden_.format->act_bytes);
+      hidden_.format->pack(Dtype::f32, h, c.columns, padded, hidden_.row(c.row + m) + hidden_.offset(c.column));
     }
   }
 
@@ -154,6 +164,7 @@ class Layer {
   int threads_;
   GateUp gate_up_;
   Packed x_;
+  Packed up_x_;
   Packed hidden_;
   Grid up_grid_;
   Grid down_grid_;

@@ -30,7 +30,7 @@ void gate(Tensor x, Weight weight, Tensor norm_weight, Tensor bias, Tensor logit
   };
 
   const int32_t offsets[2] = {0, static_cast<int32_t>(T)};
-  Grid grid(offsets, 1, E, 1, H, size_of(weight.dtype), threads);
+  Grid grid(offsets, 1, E, 1, H, *packed.format, packed.format->pack_unit, threads);
   auto product = [&](int64_t task, int64_t next, int) {
     Workspace ws;
     Cell c = grid.cell(task);

@@ -33,7 +33,7 @@ void grouped_linear(Tensor x, int64_t x_rows, Weight weight, Tensor bias, Bucket
   Rows rows(buckets, S, x_rows, gather, scatter);
   Packed packed{&format_of(weight, x.dtype), nullptr, K};
   packed.data = scratch(Slot::activations, x_rows * packed.pitch());
-  Grid grid(buckets.offsets, E, N, 1, K, size_of(weight.dtype), threads);
+  Grid grid(buckets.offsets, E, N, 1, K, *packed.format, packed.format->pack_unit, threads);
 
   auto run = [&](int64_t task, int64_t next, int) {
     Workspace ws;

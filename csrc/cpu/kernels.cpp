@@ -13,6 +13,16 @@
 #include "dots.h"
 #include "mathfn.h"
 
+// Which build of quants.cpp the table takes: AVX-512 has none of its own.
+#ifdef __AVX2__
+#define MOEFUSE_BLOCKS avx2
+#else
+#define MOEFUSE_BLOCKS portable
+#endif
+namespace moefuse::MOEFUSE_BLOCKS {
+extern const BlockFormat kBlockFormats[kBlockTypes];
+}
+
 namespace moefuse::MOEFUSE_ISA {
 
 constexpr int64_t kPackUnit = 2 * kLanes;
@@ -178,19 +188,19 @@ void outer(const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t row
 #define MOEFUSE_TEXT(x) #x
 #define MOEFUSE_NAME(x) MOEFUSE_TEXT(x)
 
-constexpr Format kF32 = {4, pack_plain, dots<F32Weights>};
-constexpr Format kBF16 = {4, pack_even_odd, dots<BF16Weights>};
-constexpr Format kF16 = {4, pack_plain, dots<F16Weights>};
+constexpr Format kF32 = {kPackUnit, kPackUnit * 4, 1, 4, pack_plain, dots<F32Weights>};
+constexpr Format kBF16 = {kPackUnit, kPackUnit * 4, 1, 2, pack_even_odd, dots<BF16Weights>};
+constexpr Format kF16 = {kPackUnit, kPackUnit * 4, 1, 2, pack_plain, dots<F16Weights>};
 #ifdef __AVX512BF16__
-constexpr Format kBF16Both = {2, pack_bf16, dots<BF16Dot>};
+constexpr Format kBF16Both = {kPackUnit, kPackUnit * 2, 1, 2, pack_bf16, dots<BF16Dot>};
 #else
 constexpr Format kBF16Both = kBF16;
 #endif
 
 extern const Kernels kKernels = {
     MOEFUSE_NAME(MOEFUSE_ISA),
-    kPackUnit,
     {{kF32, kF32}, {kBF16, kBF16Both}, {kF16, kF16}},
+    MOEFUSE_BLOCKS::kBlockFormats,
     decode,
     encode,
     axpy,

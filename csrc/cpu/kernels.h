@@ -9,6 +9,12 @@
 namespace moefuse {
 
 enum class Dtype : int { f32, bf16, f16 };
+// The dtypes, then the block formats of blocks.h.
+enum class WeightType : int {
+  f32, bf16, f16, q4_k, q6_k, q8_0, q4_0, q5_k, q5_0, q5_1, q4_1, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k
+};
+constexpr int kPlainTypes = 3;
+constexpr int kBlockTypes = 13;
 enum class Score : int { softmax, sigmoid, sqrtsoftplus };
 enum class Act : int { silu, gelu_tanh, gelu, relu, relu2, swiglu_oai, swiglu_clamp };
 
@@ -38,18 +44,26 @@ struct Dots {
   const char* next;  // the first weight row of the caller's next block, to prefetch; may be null
 };
 
-// How a weight dtype is multiplied: the form its activations must be packed in, and the product.
+// How a weight type is multiplied: the form its activations must be packed in, and the product.
 struct Format {
-  int64_t act_bytes;  // per packed element
-  // Packs n elements of x and zeroes up to `padded`, a multiple of Kernels::pack_unit.
+  int64_t pack_unit;  // a packed row may be written in pieces that start at multiples of this
+  int64_t act_bytes;  // of pack_unit packed elements
+  int64_t block;      // elements of a weight row that stand together
+  int64_t block_bytes;
+  // Packs n elements of x and zeroes up to `padded`, a multiple of pack_unit. Weights in blocks need no padding.
   void (*pack)(Dtype dtype, const void* x, int64_t n, int64_t padded, char* out);
   void (*dots)(const Dots& args);
 };
 
+// A block format with activations rounded to 8 bits in groups of 32, and with activations in f32.
+struct BlockFormat {
+  Format rounded, exact;
+};
+
 struct Kernels {
   const char* name;
-  int64_t pack_unit;  // a packed row may be written in pieces that start at multiples of this
-  Format formats[3][2];  // [weight dtype][1 where bf16 activations are exact enough]
+  Format formats[kPlainTypes][2];  // [weight dtype][1 where bf16 activations are exact enough]
+  const BlockFormat* blocks;   // [kBlockTypes]
 
   void (*decode)(Dtype dtype, const void* x, float* out, int64_t n);
   void (*encode)(const float* x, Dtype dtype, void* out, int64_t n);

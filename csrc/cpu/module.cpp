@@ -1,7 +1,7 @@
 // moefuse.backends.cpu._core: the ops of core.h for Python, on addresses.
 //
-// A tensor is (address, dtype code), a weight (address, dtype code, expert stride, row stride), (0, 0, ..) when
-// absent; dtype codes are those of moefuse::Dtype. The Python side keeps the tensors alive.
+// A tensor is (address, dtype code), a weight (address, type code, expert stride, row stride, exact) with strides in
+// bytes, (0, 0, ..) when absent; the codes are those of Dtype and WeightType. The Python side keeps the tensors alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -16,7 +16,7 @@ namespace {
 
 using Address = uintptr_t;
 using TensorArg = std::tuple<Address, int>;
-using WeightArg = std::tuple<Address, int, int64_t, int64_t>;
+using WeightArg = std::tuple<Address, int, int64_t, int64_t, bool>;
 // shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed
 using TailArg = std::tuple<TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, float, TensorArg, TensorArg>;
 // top_k, score, renormalize, scale, groups, top_groups, top2_sum, softcap, norm_floor, renormalize_after_scale
@@ -34,7 +34,8 @@ Tensor tensor(const TensorArg& t) { return {at<const void>(std::get<0>(t)), stat
 Output output(const TensorArg& t) { return {at<void>(std::get<0>(t)), static_cast<Dtype>(std::get<1>(t))}; }
 
 Weight weight(const WeightArg& w) {
-  return {at<const void>(std::get<0>(w)), static_cast<Dtype>(std::get<1>(w)), std::get<2>(w), std::get<3>(w)};
+  return {at<const void>(std::get<0>(w)), static_cast<WeightType>(std::get<1>(w)), std::get<2>(w), std::get<3>(w),
+          std::get<4>(w)};
 }
 
 Tail tail(const TailArg& t) {

@@ -23,8 +23,8 @@ Phase pack_phase(Tensor x, int64_t rows, const Packed& packed) {
           }};
 }
 
-Grid::Grid(const int32_t* offsets, int64_t E, int64_t N, int64_t weight_rows, int64_t K, int64_t element_bytes,
-           int threads)
+Grid::Grid(const int32_t* offsets, int64_t E, int64_t N, int64_t weight_rows, int64_t K, const Format& format,
+           int64_t unit, int threads)
     : N_(N) {
   int64_t row_blocks = 0;
   for (int64_t e = 0; e < E; ++e) {
@@ -35,8 +35,9 @@ Grid::Grid(const int32_t* offsets, int64_t E, int64_t N, int64_t weight_rows, in
     row_blocks += blocks;
     rows_ += rows;
   }
-  int64_t unit = kernels().pack_unit;
-  int64_t column_bytes = weight_rows * std::clamp<int64_t>(K, 1, kBlockK) * element_bytes;
+  // Plain weights are multiplied in blocks of kBlockK, those in blocks over the whole of K.
+  int64_t k = std::max<int64_t>(format.block, format.block == 1 ? std::min(K, kBlockK) : K);
+  int64_t column_bytes = weight_rows * k / format.block * format.block_bytes;
   width_ = std::clamp(kBlockBytes / column_bytes, unit, kMaxColumns / weight_rows);
   while (width_ > unit && row_blocks * (N / width_) < 8 * threads) width_ /= 2;
   width_ = std::max(unit, width_ / unit * unit);

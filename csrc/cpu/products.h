@@ -22,12 +22,15 @@ inline char* row_of(Output x, int64_t row, int64_t columns) {
 }
 
 inline const char* row_of(const Weight& w, int64_t expert, int64_t row) {
-  return static_cast<const char*>(w.data) + (expert * w.stride_e + row * w.stride_n) * size_of(w.dtype);
+  return static_cast<const char*>(w.data) + expert * w.stride_e + row * w.stride_n;
 }
 
 // The format for this weight when its activations come from a tensor of this dtype.
 inline const Format& format_of(const Weight& w, Dtype activations) {
-  return kernels().formats[static_cast<int>(w.dtype)][activations == Dtype::bf16 ? 1 : 0];
+  int type = static_cast<int>(w.type);
+  if (type < kPlainTypes) return kernels().formats[type][activations == Dtype::bf16 ? 1 : 0];
+  const BlockFormat& blocks = kernels().blocks[type - kPlainTypes];
+  return w.exact ? blocks.exact : blocks.rounded;
 }
 
 // Rows in the form a weight format wants them.
@@ -39,7 +42,8 @@ struct Packed {
   int64_t padded() const { return round_up(columns, kChunk); }
   // One line more than needed: f32 weights at K=768, 4 rows, went from 58 to 84 GFLOP/s on a Zen 3 core; 16-bit
   // weights showed no clear change.
-  int64_t pitch() const { return padded() * format->act_bytes + 64; }
+  int64_t pitch() const { return offset(padded()) + 64; }
+  int64_t offset(int64_t column) const { return column / format->pack_unit * format->act_bytes; }
   char* row(int64_t i) const { return data + i * pitch(); }
 };
 
@@ -55,9 +59,9 @@ struct Cell {
 
 class Grid {
  public:
-  // N columns, each of `weight_rows` rows of K elements; they are cut at multiples of kernels().pack_unit.
-  Grid(const int32_t* offsets, int64_t E, int64_t N, int64_t weight_rows, int64_t K, int64_t element_bytes,
-       int threads);
+  // N columns, each of `weight_rows` rows of K elements in `format`; they are cut at multiples of `unit`.
+  Grid(const int32_t* offsets, int64_t E, int64_t N, int64_t weight_rows, int64_t K, const Format& format,
+       int64_t unit, int threads);
 
   int64_t tasks() const { return tasks_; }
   int64_t rows() const { return rows_; }

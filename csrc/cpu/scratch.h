@@ -6,7 +6,7 @@
 
 namespace moefuse {
 
-enum class Slot { activations, hidden, products, rows, logits, gradients, count };
+enum class Slot { activations, up_activations, hidden, products, rows, logits, gradients, count };
 
 // At least `bytes` bytes, 64-byte aligned, valid until this thread asks for the slot again; contents undefined.
 // Throws std::bad_alloc.

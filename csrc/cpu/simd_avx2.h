@@ -1,4 +1,4 @@
-// f32 vectors for AVX2 with FMA and F16C: 8 lanes, 16 registers.
+// f32 and byte vectors for AVX2 with FMA and F16C: 8 lanes, 16 registers.
 #pragma once
 
 #include <immintrin.h>
@@ -40,6 +40,65 @@ inline void store_f16(void* p, Vec v) {
 inline void sum4(const Vec* v, float* out) {
   Vec s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+// Four bytes in each lane, and the same bits as integers of other widths.
+typedef uint8_t Bytes __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+inline Bytes repeat4(const char* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return reinterpret_cast<Bytes>(_mm256_set1_epi32(x));
+}
+
+// w[2i] * x[2i] + w[2i + 1] * x[2i + 1] with x signed bytes; |w| <= 128 and |x| <= 127 when w is signed too.
+template <bool Signed>
+inline Shorts pair_sums(Bytes w, Bytes x) {
+  auto weights = reinterpret_cast<__m256i>(w), inputs = reinterpret_cast<__m256i>(x);
+  if constexpr (Signed) {
+    inputs = _mm256_sign_epi8(inputs, weights);
+    weights = _mm256_abs_epi8(weights);
+  }
+  return reinterpret_cast<Shorts>(_mm256_maddubs_epi16(weights, inputs));
+}
+
+// The compiler would multiply everything first, spill it and add it up later; so it must not know what `v` is.
+inline void keep(Shorts& v) { asm("" : "+x"(v)); }
+
+inline Ints widen_pairs(Shorts v) {
+  return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi16(1)));
+}
+
+// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
+inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+  __m256i v[4];
+  for (int l = 0; l < 4; ++l) {
+    __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l] + at));
+    __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l + 4] + at));
+    v[l] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+  __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+  __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+  out[0] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(a, b));
+  out[1] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(a, b));
+  out[2] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(c, d));
+  out[3] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(c, d));
+}
+
+// table[i] for each byte i below 16.
+inline Bytes look_up(const uint8_t* table, Bytes i) {
+  __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(both, reinterpret_cast<__m256i>(i)));
+}
+
+// The f16 in the low half of each lane.
+inline Vec from_f16(Words w) {
+  __m256i low = _mm256_and_si256(reinterpret_cast<__m256i>(w), _mm256_set1_epi32(0xffff));
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
 
 }  // namespace moefuse::MOEFUSE_ISA

@@ -1,4 +1,4 @@
-// f32 vectors in the compiler's own vector type: 4 lanes, SSE2 on x86-64 and NEON on ARM.
+// f32 and byte vectors in the compiler's own vector types: 4 lanes, SSE2 on x86-64 and NEON on ARM.
 #pragma once
 
 #include <cstdint>
@@ -96,6 +96,55 @@ inline void store_f16(void* p, Vec v) {
 // out[i] = sum of v[i]; the same order of additions whatever i.
 inline void sum4(const Vec* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+}
+
+// Four bytes in each lane, and the same bits as integers of other widths.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef int16_t Shorts __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+
+inline Bytes repeat4(const char* p) {
+  uint32_t x;
+  std::memcpy(&x, p, 4);
+  return reinterpret_cast<Bytes>(Words{x, x, x, x});
+}
+
+// w[2i] * x[2i] + w[2i + 1] * x[2i + 1] with x signed bytes; |w| <= 128 and |x| <= 127 when w is signed too.
+template <bool Signed>
+inline Shorts pair_sums(Bytes w, Bytes x) {
+  auto weights = reinterpret_cast<Shorts>(w), inputs = reinterpret_cast<Shorts>(x);
+  Shorts even = Signed ? (weights << 8) >> 8 : weights & 0xff;
+  Shorts odd = Signed ? weights >> 8 : (weights >> 8) & 0xff;
+  return even * ((inputs << 8) >> 8) + odd * (inputs >> 8);
+}
+
+inline void keep(Shorts&) {}
+
+inline Ints widen_pairs(Shorts v) {
+  auto pairs = reinterpret_cast<Ints>(v);
+  return ((pairs << 16) >> 16) + (pairs >> 16);
+}
+
+// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
+inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+  Words v[kLanes];
+  for (int l = 0; l < kLanes; ++l) std::memcpy(&v[l], rows[l] + at, sizeof v[l]);
+  for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<Bytes>(Words{v[0][j], v[1][j], v[2][j], v[3][j]});
+}
+
+// table[i] for each byte i below 16.
+inline Bytes look_up(const uint8_t* table, Bytes i) {
+  Bytes out;
+  for (int l = 0; l < 4 * kLanes; ++l) out[l] = table[i[l]];
+  return out;
+}
+
+// The f16 in the low half of each lane.
+inline Vec from_f16(Words w) {
+  Vec out;
+  for (int l = 0; l < kLanes; ++l) out[l] = f16_to_f32(static_cast<uint16_t>(w[l]));
+  return out;
 }
 
 }  // namespace moefuse::MOEFUSE_ISA

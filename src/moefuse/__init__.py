@@ -10,6 +10,7 @@ from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear, grouped_outer
 from moefuse.ops.plan import plan
 from moefuse.ops.route import route
+from moefuse.quant.encode import quantize
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Routing
 
@@ -28,5 +29,6 @@ __all__ = [
     "grouped_outer",
     "moe",
     "plan",
+    "quantize",
     "route",
 ]

@@ -1,4 +1,4 @@
-"""transformers' experts, on our tensors, agree with ours."""
+"""The peers' experts, on our tensors, agree with ours."""
 
 import pytest
 import torch
@@ -22,14 +22,17 @@ def slot(request: pytest.FixtureRequest) -> inputs.Slot:
     return inputs.make_slots(layers, 9, torch.float32, CPU)[1]
 
 
-def test_there_are_three() -> None:
-    assert peers.names() == ("hf-batched", "hf-eager", "hf-grouped")
+TRANSFORMERS = ("hf-batched", "hf-eager", "hf-grouped")
+
+
+def test_there_are_four() -> None:
+    assert peers.names() == (*TRANSFORMERS, "llama-cpp")
     assert all(peers.load(name).name == name for name in peers.names())
     with pytest.raises(KeyError):
         peers.load("_transformers")
 
 
-@pytest.mark.parametrize("name", peers.names())
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_it_agrees_with_float64(name: str, slot: inputs.Slot) -> None:
     pytest.importorskip("transformers")
     contestant = theirs(peers.load(name), [slot.layer], torch.float32)
@@ -39,7 +42,7 @@ def test_it_agrees_with_float64(name: str, slot: inputs.Slot) -> None:
     assert error.rms > 0, "two float32 results of different code are never the same as float64"
 
 
-@pytest.mark.parametrize("name", peers.names())
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_it_shares_our_memory(name: str, slot: inputs.Slot) -> None:
     pytest.importorskip("transformers")
     module = peers.load(name).build(slot.layer)
@@ -60,7 +63,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_shape_it_has_no_class_for() -> None:
-    assert peers.load("hf-eager").unsuitable(Shape("odd", 4, 8, 8, 2, "silu", "interleaved")) is not None
+    assert peers.load("hf-eager").unsuitable(Shape("odd", 4, 8, 8, 2, "silu", "interleaved"), CPU) is not None
 
 
 def test_experts_are_all_different_and_calls_rotate() -> None:

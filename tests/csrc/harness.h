@@ -131,6 +131,12 @@ class Buffer {
   std::unique_ptr<unsigned char[]> memory_;
 };
 
+// Strides in elements.
+inline Weight plain_weight(const Buffer& b, int64_t stride_e, int64_t stride_n) {
+  int64_t width = bytes_of(b.dtype());
+  return {b.data(), static_cast<WeightType>(b.dtype()), stride_e * width, stride_n * width};
+}
+
 inline std::mt19937 rng(7);
 
 inline double normal() { return std::normal_distribution<double>()(rng); }
@@ -157,5 +163,8 @@ inline void close(const Buffer& got, const std::vector<double>& want, const char
     return fail(text);
   }
 }
+
+// test_blocks.cpp: weights in GGUF blocks, on the instruction set in use.
+void test_blocks();
 
 }  // namespace moefuse::test

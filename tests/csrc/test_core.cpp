@@ -101,9 +101,9 @@ void test_experts(const ExpertsCase& c) {
   a.x = x->tensor();
   a.ids = c.planned ? Ids{ids.data(), false} : Ids{wide.data(), true};
   a.weights = weights->tensor();
-  a.gate_up = {gate_up->data(), c.dtype, (c.apart ? c.I : rows) * c.H, c.H};
-  if (c.apart) a.up = {up->data(), c.dtype, c.I * c.H, c.H};
-  a.down = {down->data(), c.dtype, c.H * c.I, c.I};
+  a.gate_up = plain_weight(*gate_up, (c.apart ? c.I : rows) * c.H, c.H);
+  if (c.apart) a.up = plain_weight(*up, c.I * c.H, c.H);
+  a.down = plain_weight(*down, c.H * c.I, c.I);
   if (c.biased) a.gate_up_bias = up_bias->tensor(), a.down_bias = down_bias->tensor();
   if (c.planned) a.buckets = p.buckets();
   a.T = c.T, a.top_k = c.top_k, a.E = c.E, a.H = c.H, a.I = c.I;
@@ -198,8 +198,8 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
     }
   }
   auto got = same_bits(d, S * N, [&](Buffer& to, int threads) {
-    grouped_linear(x->tensor(), x_rows, {weight->data(), d, stride_e, stride_n}, bias->tensor(), p.buckets(), S, E, N,
-                   K, gather, scatter, to.output(), threads);
+    grouped_linear(x->tensor(), x_rows, plain_weight(*weight, stride_e, stride_n), bias->tensor(), p.buckets(), S, E,
+                   N, K, gather, scatter, to.output(), threads);
   });
   close(*got, y, "grouped_linear");
   auto got_outer = same_bits(d, E * N * K, [&](Buffer& to, int threads) {
@@ -279,7 +279,7 @@ void test_gate(Dtype d, int64_t T, int64_t H, int64_t E) {
   Buffer got_normed(d, T * H);
   auto weights = same_bits(Dtype::f32, T, [&](Buffer& to, int threads) {
     std::vector<int32_t> ids(static_cast<size_t>(T));
-    gate(x->tensor(), {weight->data(), d, 0, H}, norm_weight->tensor(), {}, {}, {}, 1e-5f, T, H, E, r,
+    gate(x->tensor(), plain_weight(*weight, 0, H), norm_weight->tensor(), {}, {}, {}, 1e-5f, T, H, E, r,
          static_cast<float*>(to.data()), ids.data(), got_normed.output(), threads);
   });
   close(got_normed, normed, "normed");
@@ -368,8 +368,8 @@ class Repeated {
 
  private:
   void run(Buffer& y, int threads) const {
-    grouped_linear(x_->tensor(), 64, {weight_->data(), Dtype::bf16, 96 * 256, 256}, {}, plan_.buckets(), 128, 4, 96,
-                   256, true, true, y.output(), threads);
+    grouped_linear(x_->tensor(), 64, plain_weight(*weight_, 96 * 256, 256), {}, plan_.buckets(), 128, 4, 96, 256, true,
+                   true, y.output(), threads);
   }
 
   std::vector<int32_t> ids_;
@@ -455,6 +455,7 @@ int main() {
     test_glu();
     test_combine_in_place();
     test_all_experts();
+    test_blocks();
     for (Dtype d : kDtypes) {
       test_gate(d, 5, 70, 37);
       test_gate(d, 1, 1100, 130);

@@ -10,10 +10,12 @@ from torch import Tensor
 
 import moefuse
 from moefuse.bench.inputs import Layer, Slot
+from moefuse.quant.tensor import QuantTensor
 from moefuse.testing.cases import tolerance_of
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
 
 _SAMPLED_TOKENS = 8
+_PEER_IN_BLOCKS = Tolerance(1.5e-1, 8e-2, "activations in 8 bits, with a scale for 256 of them")
 _PEER_TOLERANCE = {
     torch.float32: Tolerance(2e-5, 2e-5, "library products, and sums in an order of their own"),
     torch.bfloat16: Tolerance(4e-2, 2e-2, "every step rounds to bf16, and so does each addition of an eager loop"),
@@ -23,15 +25,21 @@ _PEER_TOLERANCE = {
 
 def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     """That of the case table; in float32 grown with the length of the sums, which the table keeps short."""
-    base = tolerance_of("experts", "out", torch.empty(0), dtype)
+    if any(not spec.endswith(":exact") for spec in layer.shape.weights or ()):
+        return tolerance_of("experts", "out", torch.empty(0), dtype, blocks=True, int8=True)
+    return plain_tolerance(layer, dtype)
+
+
+def plain_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
+    base = tolerance_of("experts", "out", torch.empty(0), dtype, blocks=layer.shape.weights is not None)
     if dtype != torch.float32:
         return base
     growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))
     return Tolerance(base.worst * growth, base.rms * growth, f"{base.reason}, grown with the sums")
 
 
-def peer_tolerance(dtype: torch.dtype) -> Tolerance:
-    return _PEER_TOLERANCE[dtype]
+def peer_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
+    return _PEER_TOLERANCE[dtype] if layer.shape.weights is None else _PEER_IN_BLOCKS
 
 
 def sample(tokens: int) -> Tensor:
@@ -45,8 +53,9 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tens
     x, ids, weights = x.cpu().double(), ids.cpu(), weights.cpu().double()
     out = torch.zeros_like(x)
 
-    def of(stack: Tensor, expert: int) -> Tensor:
-        return stack[expert : expert + 1].cpu().double()
+    def of(stack: Tensor | QuantTensor, expert: int) -> Tensor:
+        one = stack[expert : expert + 1]
+        return one.to("cpu").dequantize(torch.float64) if isinstance(one, QuantTensor) else one.cpu().double()
 
     for expert in torch.unique(ids).tolist():
         chosen = ids == expert

@@ -54,13 +54,13 @@ def ours(layer: Layer, dtype: torch.dtype, backend: str | None) -> list[Contesta
     return [
         Contestant(OURS, BLOCK, block, check.block_error, tolerance),
         Contestant(OURS, EXPERTS, experts, check.experts_error, tolerance),
-        Contestant(OURS, ROUTE_PLAN, route_plan, check.route_plan_error, check.our_tolerance(layer, torch.float32)),
+        Contestant(OURS, ROUTE_PLAN, route_plan, check.route_plan_error, check.plain_tolerance(layer, torch.float32)),
     ]
 
 
 def refusal(peer: Peer, layer: Layer, tokens: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why this peer does not run here at this size, or None."""
-    reason = peer.unavailable() or peer.unsuitable(layer.shape)
+    reason = peer.unavailable() or peer.unsuitable(layer.shape, device)
     if reason is not None:
         return reason
     need, have = peer.scratch_bytes(layer.shape, tokens, dtype), machine.available_bytes(device)
@@ -76,5 +76,5 @@ def theirs(peer: Peer, layers: list[Layer], dtype: torch.dtype) -> Contestant:
     def experts(slot: Slot) -> Any:
         return modules[id(slot.layer)](slot.normed, slot.wide_ids, slot.cast_weights)
 
-    tolerance = check.peer_tolerance(dtype)
+    tolerance = check.peer_tolerance(layers[0], dtype)
     return Contestant(peer.name, EXPERTS, experts, check.experts_error, tolerance, peer.graph_refusal)

@@ -12,6 +12,9 @@ import moefuse
 from moefuse.bench import machine
 from moefuse.bench.floor import BEYOND_CACHE
 from moefuse.bench.shapes import Shape
+from moefuse.quant.formats import FORMATS
+from moefuse.quant.tensor import QuantTensor, format_in, wrap
+from moefuse.testing.random_blocks import random_blocks
 
 GRAPH_LAYERS = 12
 _MOST_LAYERS = 16
@@ -19,16 +22,17 @@ _MOST_SLOTS = 64
 _FEWEST_SLOTS = 4
 # Prime, so that copies of the pool never line up with experts: no two experts hold the same weights in the same place.
 _POOL = 1_048_573
+_POOL_BLOCKS = 16_381
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of one block. ``gate_up [E, 2I, H]``, ``down [E, H, I]``."""
+    """The parameters of one block. ``gate_up [E, 2I, H]``, ``down [E, H, I]``, plain or in blocks."""
 
     shape: Shape
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantTensor
+    down: Tensor | QuantTensor
     norm: Tensor
     next_norm: Tensor
     logit_bias: Tensor | None = None
@@ -105,6 +109,21 @@ def make_layers(shape: Shape, dtype: torch.dtype, device: torch.device, count: i
             part.copy_(source[: part.numel()])
         return values
 
+    def in_blocks(spec: str, *sizes: int) -> QuantTensor:
+        values, name = sizes[-1], format_in(spec)
+        made = random_blocks(spec, (_POOL_BLOCKS, FORMATS[name].values), rng, values**-0.5).blocks.view(-1).to(device)
+        blocks = torch.empty((*sizes[:-1], FORMATS[name].row_bytes(values)), dtype=torch.uint8, device=device)
+        for part in torch.split(blocks.view(-1), made.numel()):
+            part.copy_(made[: part.numel()])
+        stacked = wrap(blocks, spec)
+        assert isinstance(stacked, QuantTensor)
+        return stacked
+
+    def experts(which: int, *sizes: int) -> Tensor | QuantTensor:
+        if shape.weights is None:
+            return stack(*sizes, scale=sizes[-1] ** -0.5)
+        return in_blocks(shape.weights[which], *sizes)
+
     def around_one(size: int) -> Tensor:
         return (torch.rand(size, generator=rng) + 0.5).to(device, dtype)
 
@@ -112,8 +131,8 @@ def make_layers(shape: Shape, dtype: torch.dtype, device: torch.device, count: i
         return Layer(
             shape=shape,
             router=stack(E, H, scale=H**-0.5),
-            gate_up=stack(E, shape.rows, H, scale=H**-0.5),
-            down=stack(E, H, I, scale=I**-0.5),
+            gate_up=experts(0, E, shape.rows, H),
+            down=experts(1, E, H, I),
             norm=around_one(H),
             next_norm=around_one(H),
             logit_bias=stack(E, scale=0.5) if shape.bias else None,

@@ -56,7 +56,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
     result = Result(
         title=shape.describe(),
         dtype=_short(dtype),
-        backend=select("experts", layers[0].down, options.backend).backend,
+        backend=select("experts", layers[0].router, options.backend, shape.weights or ()).backend,
         command=options.command,
         machine=machine.describe(device),
         shape=dataclasses.asdict(shape),

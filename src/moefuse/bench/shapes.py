@@ -6,11 +6,13 @@ Only the routed experts count: a shared expert or a dense MLP beside them is wor
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moefuse.quant.formats import FORMATS, format_of
+from moefuse.quant.tensor import format_in
 from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 
 
@@ -18,9 +20,13 @@ from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 class Shape:
     """One layer's sizes and rules.
 
+    ``weights``: the specs of gate_up and of down where they are in blocks, such as ``("Q4_K", "Q6_K:exact")``.
+
     >>> shape = find("qwen3-30b-a3b")
     >>> shape.expert_bytes(torch.bfloat16), shape.flops(tokens=1)
     (9437184, 75497472)
+    >>> shape.in_blocks("Q4_K", "Q4_K").expert_bytes(torch.bfloat16)
+    2654208
     """
 
     name: str
@@ -33,6 +39,7 @@ class Shape:
     bias: bool = False
     renormalize: bool = True
     per_expert_scale: bool = False
+    weights: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden", "intermediate", "top_k"):
@@ -43,6 +50,14 @@ class Shape:
         if self.top_k > min(self.experts, MAX_TOP_K):
             raise ValueError(f"top_k must be at most {min(self.experts, MAX_TOP_K)}, got {self.top_k}")
         Activation(self.activation)
+        for spec, columns in zip(self.weights or (), (self.hidden, self.intermediate), strict=False):
+            if format_in(spec) not in FORMATS:
+                raise ValueError(f"weights must be in {', '.join(FORMATS)}, got {spec!r}")
+            format_of(format_in(spec)).row_bytes(columns)
+
+    def in_blocks(self, gate_up: str, down: str) -> Shape:
+        """The same layer with its experts in these block formats."""
+        return replace(self, weights=(gate_up, down))
 
     @property
     def routing(self) -> Routing:
@@ -55,9 +70,11 @@ class Shape:
 
     def expert_bytes(self, dtype: torch.dtype) -> int:
         """What one expert's weights (and biases) take."""
-        values = (self.rows + self.intermediate) * self.hidden
-        values += (self.rows + self.hidden) if self.bias else 0
-        return values * dtype.itemsize
+        biases = (self.rows + self.hidden) * dtype.itemsize if self.bias else 0
+        if self.weights is None:
+            return (self.rows + self.intermediate) * self.hidden * dtype.itemsize + biases
+        up, down = (format_of(format_in(spec)) for spec in self.weights)
+        return self.rows * up.row_bytes(self.hidden) + self.hidden * down.row_bytes(self.intermediate) + biases
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """All experts and the router."""
@@ -76,6 +93,7 @@ class Shape:
         extras = [self.activation]
         extras += [self.layout] if self.layout != "halves" else []
         extras += ["biases"] if self.bias else []
+        extras += [f"in {'/'.join(dict.fromkeys(self.weights))}"] if self.weights else []
         sizes = f"E={self.experts} H={self.hidden} I={self.intermediate} top_k={self.top_k}"
         return f"{self.name}: {sizes} {' '.join(extras)}"
 

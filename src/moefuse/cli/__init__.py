@@ -1,4 +1,4 @@
-"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``."""
+"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``, ``moefuse gguf``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import typer
 
 from moefuse.cli.bench import bench
 from moefuse.cli.check import check
+from moefuse.cli.gguf import gguf
 from moefuse.cli.info import info
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(info)
 app.command()(check)
 app.command()(bench)
+app.command()(gguf)
 
 
 def main() -> None:

@@ -36,6 +36,12 @@ def bench(
     top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
     tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,512",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "bfloat16",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Experts in GGUF blocks: Q4_K, or Q4_K,Q6_K for gate_up and down; Q4_K:exact keeps x in f32."
+        ),
+    ] = None,
     against: Annotated[
         str, typer.Option(help="Peers, with commas between, or none.")
     ] = "hf-grouped,hf-batched,hf-eager",
@@ -70,7 +76,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     if case is not None:
-        if model is not None or any(size is not None for size in sizes):
+        if model is not None or weights is not None or any(size is not None for size in sizes):
             _stop("--case", "give a case or a model, not both")
         chosen = bench_cases.find(_known("--case", case, [known.id for known in CASES]))
         if options.dtype not in chosen.dtypes:
@@ -78,7 +84,7 @@ def bench(
         result = _run(lambda tick: bench_cases.bench_case(chosen, options, tick))
     else:
         counts, rivals = _tokens(tokens), [peers.load(name) for name in _peers(against)]
-        shape = _shape(model, sizes)
+        shape = _in_blocks(_shape(model, sizes), weights)
         refusal = inputs.fits(shape, options.dtype, options.device)
         if refusal is not None:
             _stop("MODEL", refusal)
@@ -150,6 +156,18 @@ def _shape(model: str | None, sizes: tuple[int | None, ...]) -> shapes.Shape:
         return shapes.Shape("custom", experts=given[0], hidden=given[1], intermediate=given[2], top_k=given[3])
     except ValueError as error:
         _stop("sizes", str(error))
+
+
+def _in_blocks(shape: shapes.Shape, weights: str | None) -> shapes.Shape:
+    if weights is None:
+        return shape
+    specs = [part.strip() for part in weights.split(",")]
+    if len(specs) > 2:
+        _stop("--weights", f"one format, or one for gate_up and one for down, got {weights!r}")
+    try:
+        return shape.in_blocks(specs[0], specs[-1])
+    except ValueError as error:
+        _stop("--weights", str(error))
 
 
 def _refuse_output(json: Path | None, plot: Path | None, case: str | None) -> None:

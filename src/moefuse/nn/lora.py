@@ -25,7 +25,7 @@ class ExpertsLoRA(nn.Module):
 
     def __init__(self, block: MoE, rank: int, alpha: float) -> None:
         super().__init__()
-        E, H, I = block.down.shape
+        E, H, I = block.stack("down").shape
         rows = block.activation.width(I)
         self.rank, self.scale = rank, alpha / rank
         zeros = block.router.new_zeros
@@ -70,7 +70,7 @@ def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoR
     >>> sorted(name for name, p in block.named_parameters() if p.requires_grad)
     ['lora.down_a', 'lora.down_b', 'lora.gate_up_a', 'lora.gate_up_b']
     """
-    _, H, I = block.down.shape
+    _, H, I = block.stack("down").shape
     if block.lora is not None:
         raise ValueError(
             f"add_lora: the block has adapters of rank {block.lora.rank} already; merge_lora folds them in"
@@ -97,10 +97,9 @@ def merge_lora(block: MoE) -> None:
     lora = block.lora
     if lora is None:
         raise ValueError("merge_lora: the block has no adapters; add_lora gives it some")
-    stacks = ((block.gate_up, lora.gate_up_a, lora.gate_up_b), (block.down, lora.down_a, lora.down_b))
-    if not all(isinstance(weight, Tensor) for weight, _, _ in stacks):
-        raise ValueError("merge_lora: quantised experts cannot take a delta; keep the adapters beside them")
-    for weight, a, b in stacks:
+    if block.specs:
+        raise ValueError("merge_lora: experts in blocks cannot take a delta; keep the adapters beside them")
+    for weight, a, b in ((block.gate_up, lora.gate_up_a, lora.gate_up_b), (block.down, lora.down_a, lora.down_b)):
         for e in range(weight.shape[0]):
             delta = lora.scale * (b[e].float() @ a[e].float())
             weight[e].copy_(weight[e].float() + delta)

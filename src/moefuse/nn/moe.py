@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import torch
@@ -18,11 +20,16 @@ from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
+from moefuse.quant.gguf import GGUFFile, read
+from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import LAYOUTS, Activation, Routing
 
 
 class MoE(nn.Module):
     """Router, experts, optional shared expert, and an optional tail: residual and the next norm.
+
+    Experts from `from_gguf` stay in their blocks: buffers of bytes, which ``to``, ``state_dict`` and its kin treat like
+    any other; gate and up then usually come apart, as ``gate_up`` and ``up``.
 
     Args:
         hidden: ``H``.
@@ -83,6 +90,8 @@ class MoE(nn.Module):
         self.auxiliary_loss: Tensor | None = None
         self.stats: RoutingStats | None = None
         self.lora: ExpertsLoRA | None = None
+        #: name of a weight in blocks -> its `QuantTensor.spec`
+        self.specs: dict[str, str] = {}
         self.activation = Activation.of(activation)
         E, H, I = num_experts, hidden, intermediate
         rows = self.activation.width
@@ -95,12 +104,14 @@ class MoE(nn.Module):
 
         self.router = parameter(E, H)
         self.gate_up = parameter(E, rows(I), H)
+        self.up = optional(False)
         self.down = parameter(E, H, I)
         self.gate_up_bias = optional(bias, E, rows(I))
         self.down_bias = optional(bias, E, H)
         self.logit_bias = optional(logit_bias, E)
         self.per_expert_scale = optional(per_expert_scale, E)
         self.shared_gate_up = optional(shared_intermediate, rows(shared_intermediate), H)
+        self.shared_up = optional(False)
         self.shared_down = optional(shared_intermediate, H, shared_intermediate)
         self.shared_gate = optional(shared_gate, H)
         self.norm_weight = optional(norm, H)
@@ -111,6 +122,8 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Products by their fan-in, norms and scales to one, biases to zero."""
+        if self.router.is_meta:
+            return  # nothing to fill, and torch would load its whole compiler to fill it
         for name, value in self.named_parameters():
             if name.endswith("norm_weight") or name == "per_expert_scale":
                 nn.init.ones_(value)
@@ -138,6 +151,57 @@ class MoE(nn.Module):
                 setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
         return module.train(block.training)
 
+    @classmethod
+    def from_gguf(cls, source: str | os.PathLike[str] | GGUFFile, layer: int, *, exact: bool = False) -> MoE:
+        """The experts of one layer of a GGUF file, in the file's blocks: views of its map, nothing is copied.
+
+        Takes the architectures that `moefuse.nn.from_gguf` knows, by name; any other is refused, never approximated.
+        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the block.
+
+        Args:
+            source: a path, or what `moefuse.quant.gguf.read` returned, which maps once for all layers.
+            layer: counted from 0.
+            exact: keep activations in float32, see `QuantTensor`.
+        """
+        from moefuse.nn.from_gguf import read_layer
+
+        options, tensors = read_layer(source if isinstance(source, GGUFFile) else read(source), layer)
+        with torch.device("meta"):
+            module = cls(**options)
+        for name, value in tensors.items():
+            if isinstance(value, QuantTensor):
+                delattr(module, name)
+                module.register_buffer(name, value.blocks)
+                module.specs[name] = value.exactly(exact).spec
+            elif name == "selection_bias":
+                module.selection_bias = value
+            else:
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+        return module.requires_grad_(False)
+
+    def stack(self, name: str) -> Any:
+        """A weight, in its blocks where it has them; a shared expert's as a stack of one."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        return wrap(value.unsqueeze(0) if value.dim() == 2 else value, self.specs.get(name))
+
+    def _first(self, gate: str, up: str) -> Any:
+        first, second = self.stack(gate), self.stack(up)
+        return first if second is None else (first, second)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.specs:
+            destination[prefix + "specs"] = torch.tensor(list(json.dumps(self.specs).encode()), dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.pop(prefix + "specs", None)
+        specs = {} if given is None else json.loads(bytes(given.tolist()))
+        if specs != self.specs:
+            raise ValueError(f"MoE: the state must have the formats {self.specs}, got {specs}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, backend: str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -153,8 +217,8 @@ class MoE(nn.Module):
         }  # fmt: skip
         if self.lora is None:
             result = experts(
-                normed, ids, weights, self.gate_up, self.down, activation=self.activation, layout=self.layout,
-                gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
+                normed, ids, weights, self._first("gate_up", "up"), self.stack("down"), activation=self.activation,
+                layout=self.layout, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
             )  # fmt: skip
         else:
             result = self._adapted(self.lora, normed, ids, weights, tail)
@@ -187,12 +251,20 @@ class MoE(nn.Module):
 
     def _adapted(self, lora: ExpertsLoRA, x: Tensor, ids: Tensor, weights: Tensor, tail: dict[str, Any]) -> Any:
         """The experts with adapters beside both products."""
-        backend = tail["backend"]
-        to = plan(ids, self.down.shape[0], backend=backend)
-        z = grouped_linear(x, self.gate_up, to, gather=True, scatter=False, bias=self.gate_up_bias, backend=backend)
-        hidden = glu(z + lora.up(x, to, backend), self.activation, layout=self.layout, backend=backend)
-        y = grouped_linear(hidden, self.down, to, gather=False, scatter=False, bias=self.down_bias, backend=backend)
-        live = torch.where((ids >= 0) & (ids < self.down.shape[0]), weights, 0.0)
+        E, backend = self.router.shape[0], tail["backend"]
+        to = plan(ids, E, backend=backend)
+        first = self._first("gate_up", "up")
+        stacks = first if isinstance(first, tuple) else (first,)
+        biases = [None] * len(stacks) if self.gate_up_bias is None else self.gate_up_bias.chunk(len(stacks), -1)
+        parts = [
+            grouped_linear(x, stack, to, gather=True, scatter=False, bias=bias, backend=backend)
+            for stack, bias in zip(stacks, biases, strict=True)
+        ]
+        z = torch.cat(parts, -1) + lora.up(x, to, backend)
+        hidden = glu(z, self.activation, layout=self.layout, backend=backend)
+        down = self.stack("down")
+        y = grouped_linear(hidden, down, to, gather=False, scatter=False, bias=self.down_bias, backend=backend)
+        live = torch.where((ids >= 0) & (ids < E), weights, 0.0)
         return combine(y + lora.down(hidden, to, backend), live, inverse=to.inverse, **tail)
 
     def _shared(self, x: Tensor, backend: str | None) -> tuple[Any, Tensor | None]:
@@ -201,14 +273,15 @@ class MoE(nn.Module):
             return None, None
         to_it = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
         ones = x.new_ones((x.shape[0], 1))
-        stacks = (self.shared_gate_up.unsqueeze(0), self.shared_down.unsqueeze(0))
+        stacks = self._first("shared_gate_up", "shared_up"), self.stack("shared_down")
         out = experts(x, to_it, ones, *stacks, activation=self.activation, layout=self.layout, backend=backend)
         if self.shared_gate is None:
             return out, None
         return out, widen(x) @ widen(self.shared_gate)
 
     def extra_repr(self) -> str:
-        E, H, I = self.down.shape
-        shared = "" if self.shared_down is None else f", shared_intermediate={self.shared_down.shape[1]}"
+        E, H, I = self.stack("down").shape
+        shared = "" if self.shared_down is None else f", shared_intermediate={self.stack('shared_down').shape[2]}"
         sizes = f"hidden={H}, intermediate={I}, num_experts={E}{shared}"
-        return f"{sizes}, activation={self.activation.kind}, {self.routing}"
+        formats = "".join(f", {name}={spec}" for name, spec in self.specs.items())
+        return f"{sizes}{formats}, activation={self.activation.kind}, {self.routing}"

@@ -44,11 +44,14 @@ class QuantTensor:
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
             got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
             raise TypeError(f"QuantTensor: blocks must be a uint8 tensor, got {got}")
-        if blocks.dim() < 1 or blocks.shape[-1] % form.nbytes:
+        shape = blocks.shape
+        if len(shape) < 1 or shape[-1] % form.nbytes:
             rule = f"rows of whole {self.format} blocks, a multiple of {form.nbytes} bytes"
-            raise ValueError(f"QuantTensor: blocks must have {rule}, got shape {list(blocks.shape)}")
-        gap = blocks.dim() > 1 and blocks.shape[-2] > 1 and blocks.stride(-2) != blocks.shape[-1]
-        if blocks.shape[-1] and blocks.numel() and (blocks.stride(-1) != 1 or gap):
+            raise ValueError(f"QuantTensor: blocks must have {rule}, got shape {list(shape)}")
+        if blocks.is_contiguous():  # what all but slices are
+            return
+        gap = len(shape) > 1 and shape[-2] > 1 and blocks.stride(-2) != shape[-1]
+        if blocks.stride(-1) != 1 or gap:
             raise ValueError(
                 f"QuantTensor: rows of blocks must follow each other without gaps, got strides {blocks.stride()}"
             )

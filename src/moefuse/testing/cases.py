@@ -40,9 +40,11 @@ _GATE = Tolerance(
 # Each row of activations is rounded to 8 bits per block: at most 1/254 of the block's largest, 0.3% to 0.7% of a row.
 _INT8 = {
     "grouped_linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
-    "experts": Tolerance(5e-2, 2e-2, "activations in 8 bits, before the up and before the down product"),
+    "experts": Tolerance(
+        8e-2, 5e-2, "gate, up and the heavy-tailed hidden row round, 1.2% together; experts of a token may cancel"
+    ),
 }
-_INT8_GRADIENT = Tolerance(5e-2, 2e-2, "the forward's activations in 8 bits")
+_INT8_GRADIENT = Tolerance(1e-1, 5e-2, "the forward's activations in 8 bits, and products that may cancel")
 # A gradient passes through two or three more products than its forward, each adding an error of its own.
 _GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
 

@@ -28,7 +28,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "experts": experts,
 }
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-FORMATS: frozenset[str] = frozenset()
+FORMATS = frozenset(_native.FORMATS)
 
 
 def unavailable() -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import ACTIVATION_KINDS, SCORES, Activation, Routing
 
 core: Any = None
@@ -25,7 +26,12 @@ except ImportError as error:
 # In the order of the enums in csrc/cpu/kernels.h.
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ABSENT = (0, 0)
-_NO_WEIGHT = (0, 0, 0, 0)
+_NO_WEIGHT = (0, 0, 0, 0, False)
+# WeightType: the dtypes, then these.
+FORMATS = (
+    "Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K", "Q5_0", "Q5_1", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K",
+)  # fmt: skip
+_FORMAT = {name: code for code, name in enumerate(FORMATS, len(_DTYPE))}
 
 
 def dense(t: Tensor | None) -> Any:
@@ -33,17 +39,25 @@ def dense(t: Tensor | None) -> Any:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
-def rows_dense(weight: Tensor | None) -> Any:
-    """A weight whose last dimension is contiguous: a copy only where it is not so already."""
-    return weight if weight is None or weight.stride(-1) == 1 else weight.contiguous()
+def rows_dense(weight: Tensor | QuantTensor | None) -> Any:
+    """A weight whose last dimension is contiguous: a copy only where it is not so already. Blocks always are."""
+    if weight is None or isinstance(weight, QuantTensor) or weight.stride(-1) == 1:
+        return weight
+    return weight.contiguous()
 
 
 def tensor_arg(t: Tensor | None) -> tuple[int, int]:
     return _ABSENT if t is None else (t.data_ptr(), _DTYPE[t.dtype])
 
 
-def weight_arg(w: Tensor | None) -> tuple[int, int, int, int]:
-    return _NO_WEIGHT if w is None else (w.data_ptr(), _DTYPE[w.dtype], w.stride(0), w.stride(-2))
+def weight_arg(w: Tensor | QuantTensor | None) -> tuple[int, int, int, int, bool]:
+    if w is None:
+        return _NO_WEIGHT
+    if isinstance(w, QuantTensor):
+        blocks = w.blocks
+        return blocks.data_ptr(), _FORMAT[w.format], blocks.stride(0), blocks.stride(-2), w.exact
+    size = w.element_size()
+    return w.data_ptr(), _DTYPE[w.dtype], w.stride(0) * size, w.stride(-2) * size, False
 
 
 def address(t: Tensor | None) -> int:

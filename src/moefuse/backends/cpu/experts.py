@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import activation_arg, address, dense, rows_dense, tensor_arg, weight_arg
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
@@ -14,9 +15,9 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Tensor | QuantTensor,
+    up: Tensor | QuantTensor | None,
+    down: Tensor | QuantTensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     offsets: Tensor | None,

@@ -7,10 +7,17 @@ from torch import Tensor
 
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import dense, rows_dense, tensor_arg, weight_arg
+from moefuse.quant.tensor import QuantTensor
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+    x: Tensor,
+    weight: Tensor | QuantTensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    order: Tensor,
+    gather: bool,
+    scatter: bool,
 ) -> Tensor:
     x, weight, bias, offsets, order = dense(x), rows_dense(weight), dense(bias), dense(offsets), dense(order)
     E, N, K = weight.shape

@@ -30,8 +30,8 @@ class Peer(Protocol):
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, or None."""
 
-    def unsuitable(self, shape: Shape) -> str | None:
-        """Why it cannot run this shape, or None."""
+    def unsuitable(self, shape: Shape, device: torch.device) -> str | None:
+        """Why it cannot run this shape there, or None."""
 
     def scratch_bytes(self, shape: Shape, tokens: int, dtype: torch.dtype) -> int:
         """Memory one call takes beyond inputs and outputs, where that may be too much."""

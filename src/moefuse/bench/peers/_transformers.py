@@ -30,7 +30,9 @@ class TransformersPeer:
             return "transformers is not installed: pip install 'moefuse[hf]'"
         return None
 
-    def unsuitable(self, shape: Shape) -> str | None:
+    def unsuitable(self, shape: Shape, device: torch.device) -> str | None:  # noqa: ARG002  # it runs on any
+        if shape.weights is not None:
+            return f"transformers has no experts in {' and '.join(dict.fromkeys(shape.weights))}"
         if _is_gpt_oss(shape) or (shape.activation in _HIDDEN_ACT and shape.layout == "halves" and not shape.bias):
             return None
         return f"transformers has no experts like {shape.describe()}"
@@ -39,6 +41,8 @@ class TransformersPeer:
         return tokens * shape.top_k * shape.expert_bytes(dtype) if self.gathers_weights else 0
 
     def build(self, layer: Layer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        assert isinstance(layer.gate_up, Tensor)
+        assert isinstance(layer.down, Tensor)
         with torch.device("meta"):
             module = _gpt_oss(layer.shape) if _is_gpt_oss(layer.shape) else _qwen3(layer.shape)
         # gpt-oss keeps its stacks as [E, in, out]: a transposed view shares our memory.

@@ -1,0 +1,304 @@
+// Products with weights in GGUF blocks, for one instruction set; MOEFUSE_ISA names it and the flags define it.
+//
+// dots(a [M] packed rows, w [N] rows of blocks, z [M, ldz]): two panels of kLanes weight rows are decoded, kUnit
+// elements at a time, into L1, and multiplied with every activation row. Lanes are weight rows, so a sum runs over K
+// in one order whatever M, N and the tile.
+//
+// As in kernels.cpp, nothing here may call a template or inline function of the standard library.
+#ifdef __AVX2__
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+#include "blocks.h"
+
+namespace moefuse::MOEFUSE_ISA {
+
+void decode(Dtype dtype, const void* x, float* out, int64_t n);
+void pack_plain(Dtype dtype, const void* x, int64_t n, int64_t padded, char* out);
+
+namespace {
+
+constexpr int kStrips = 2;  // panels side by side
+constexpr int64_t kWidth = kStrips * kLanes;
+constexpr int kTileHeight = 4;
+
+// Activations of the integer products: 32 at a time, with the sums that offsets are multiplied with.
+struct Group {
+  int8_t q[32];
+  float scale;
+  float halves[2];  // scale * the sum of q over 16
+  float sum;
+};
+constexpr int64_t kGroup = 32;
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// A group with a NaN or an infinity becomes NaN; below 2**-120 it becomes zero, as 127 / largest would overflow.
+void quantize(const float* x, Group& out) {
+  constexpr int kVecs = kGroup / kLanes;
+  Vec v[kVecs], largest = zero(), finite = zero();
+  for (int i = 0; i < kVecs; ++i) {
+    v[i] = load(x + i * kLanes);
+    largest = larger(largest, larger(v[i], splat(0) - v[i]));
+    finite = finite + v[i] * splat(0);
+  }
+  float most = 0, check = 0;
+  for (int l = 0; l < kLanes; ++l) {
+    most = most > largest[l] ? most : largest[l];
+    check += finite[l];
+  }
+  bool live = most > 0x1p-120f;
+  float inverse = live ? 127 / most : 0;
+  out.scale = (live ? most / 127 : 0) + check;
+  int sums[2] = {0, 0};
+  for (int i = 0; i < kVecs; ++i) {
+    // Adding and taking away 1.5 * 2**23 rounds to the nearest whole number, ties to even.
+    Vec rounded = (v[i] * splat(inverse) + splat(0x1.8p23f)) - splat(0x1.8p23f);
+    for (int l = 0; l < kLanes; ++l) {
+      int q = check == 0 ? static_cast<int>(rounded[l]) : 0;
+      out.q[i * kLanes + l] = static_cast<int8_t>(q);
+      sums[i / (kVecs / 2)] += q;
+    }
+  }
+  for (int h = 0; h < 2; ++h) out.halves[h] = out.scale * static_cast<float>(sums[h]);
+  out.sum = out.scale * static_cast<float>(sums[0] + sums[1]);
+}
+
+void pack_groups(Dtype dtype, const void* x, int64_t n, int64_t, char* out) {
+  auto in = static_cast<const char*>(x);
+  for (int64_t i = 0; i < n; i += kGroup) {
+    float values[kGroup];
+    decode(dtype, in + i * (dtype == Dtype::f32 ? 4 : 2), values, kGroup);
+    Group group;
+    quantize(values, group);
+    __builtin_memcpy(out + i / kGroup * static_cast<int64_t>(sizeof(Group)), &group, sizeof group);
+  }
+}
+
+// z[m] += the products of M rows of groups with C panels, over `groups` groups.
+template <class F, int M, int C>
+void multiply(const Panel* panels, const char* const* rows, int64_t groups, float (*z)[kWidth]) {
+  constexpr int kParts = kGroup / F::kGroup;
+  constexpr int kSteps = F::kGroup / 4;
+  Vec acc[M][C];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) acc[m][c] = load(z[m] + c * kLanes);
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t at = g * static_cast<int64_t>(sizeof(Group));
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      Ints sums[M][C];
+#pragma GCC unroll 8
+      for (int step = 0; step < kSteps; step += F::kSpan) {
+        Shorts pairs[M][C];
+#pragma GCC unroll 8
+        for (int i = 0; i < F::kSpan; ++i) {
+          int q = part * kSteps + step + i;
+          Bytes w[C];
+#pragma GCC unroll 2
+          for (int c = 0; c < C; ++c) w[c] = panels[c].q[g * (kGroup / 4) + q];
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) {
+            Bytes x = repeat4(rows[m] + at + 4 * q);
+#pragma GCC unroll 2
+            for (int c = 0; c < C; ++c) {
+              Shorts product = pair_sums<F::kSigned>(w[c], x);
+              pairs[m][c] = i == 0 ? product : pairs[m][c] + product;
+              keep(pairs[m][c]);
+            }
+          }
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+          for (int c = 0; c < C; ++c) {
+            Ints sum = widen_pairs(pairs[m][c]);
+            sums[m][c] = step == 0 ? sum : sums[m][c] + sum;
+          }
+        }
+      }
+      int64_t s = g * kParts + part;
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        auto group = reinterpret_cast<const Group*>(rows[m] + at);
+        Vec scale = splat(group->scale);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          acc[m][c] = fma(to_float(sums[m][c]) * scale, panels[c].scale[s], acc[m][c]);
+          if constexpr (!F::kSigned) {
+            Vec sum = splat(kParts == 1 ? group->sum : group->halves[part]);
+            acc[m][c] = fma(sum, panels[c].offset[s], acc[m][c]);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) store(z[m] + c * kLanes, acc[m][c]);
+  }
+}
+
+// What `multiply` needs of a format, so that formats alike in it share the code.
+template <class F>
+using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kSigned>;
+
+// The same in f32: weights [k, C * kLanes], activation rows as they are.
+template <int M, int C>
+void multiply_exact(const float* w, const char* const* rows, int64_t k, float (*z)[kWidth]) {
+  Vec acc[M][C];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) acc[m][c] = zero();
+  }
+  for (int64_t i = 0; i < k; ++i) {
+    Vec weights[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) weights[c] = load(w + (i * C + c) * kLanes);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      Vec x = splat(reinterpret_cast<const float*>(rows[m])[i]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) acc[m][c] = fma(x, weights[c], acc[m][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) store(z[m] + c * kLanes, add(load(z[m] + c * kLanes), acc[m][c]));
+  }
+}
+
+template <class F, int C>
+void expand(const Panel* panels, int64_t k, float* w) {
+  for (int64_t i = 0; i < k; ++i) {
+    for (int c = 0; c < C; ++c) {
+      Words q = words(panels[c].q[i / 4]);
+      int byte = static_cast<int>(i % 4);
+      Vec v = (F::kSigned ? signed_byte_of(q, byte) : byte_of(q, byte)) * panels[c].scale[i / F::kGroup];
+      if constexpr (!F::kSigned) v = v + panels[c].offset[i / F::kGroup];
+      store(w + (i * C + c) * kLanes, v);
+    }
+  }
+}
+
+// Integer products: groups of quantised activations.
+template <class F>
+struct Integer {
+  static constexpr int64_t kUnitBytes = kUnit / kGroup * static_cast<int64_t>(sizeof(Group));
+
+  template <int C>
+  void prepare(const Panel*, int64_t) {}
+
+  template <int M, int C>
+  void tile(const Panel* panels, const char* const* rows, int64_t k, float (*z)[kWidth]) const {
+    multiply<Alike<F>, M, C>(panels, rows, k / kGroup, z);
+  }
+};
+
+// f32 products: decoded weights, activations untouched.
+template <class F>
+struct Exact {
+  static constexpr int64_t kUnitBytes = kUnit * 4;
+  alignas(64) float w[kUnit * kWidth];
+
+  template <int C>
+  void prepare(const Panel* panels, int64_t k) {
+    expand<F, C>(panels, k, w);
+  }
+
+  template <int M, int C>
+  void tile(const Panel*, const char* const* rows, int64_t k, float (*z)[kWidth]) const {
+    multiply_exact<M, C>(w, rows, k, z);
+  }
+};
+
+// Rows m0 to m0 + rows of one unit, in tiles of kTileHeight and what is left.
+template <class Product, int C, int M = kTileHeight>
+void row_tiles(const Product& product, const Panel* panels, const char* const* a, int64_t rows, int64_t k,
+               float (*z)[kWidth]) {
+  for (; rows >= M; rows -= M, a += M, z += M) product.template tile<M, C>(panels, a, k, z);
+  if constexpr (M > 1) row_tiles<Product, C, M - 1>(product, panels, a, rows, k, z);
+}
+
+template <class F, class Product, int C>
+void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at, const char* const* a, int64_t rows,
+          int64_t k, float (*z)[kWidth]) {
+  for (int c = 0; c < C; ++c) {
+    for (int64_t b = 0; b < k / F::kSize; ++b) {
+      Panel& p = panels[c];
+      constexpr int64_t kScales = F::kSize / F::kGroup;
+      F::decode(w + c * kLanes, unit_at + b * F::kBytes, p.q + b * F::kSize / 4, p.scale + b * kScales,
+                p.offset + b * kScales);
+    }
+  }
+  product.template prepare<C>(panels, k);
+  row_tiles<Product, C>(product, panels, a, rows, k, z);
+}
+
+inline void prefetch(uintptr_t from, uintptr_t to) {
+  for (uintptr_t line = from / 64 * 64; line < to; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(line), 0, 2);
+  }
+}
+
+template <class F, class Product>
+void dots(const Dots& d) {
+  constexpr int64_t kUnitBytes = kUnit / F::kSize * F::kBytes;
+  Product product;
+  Panel panels[kStrips];
+  const char* a[kMaxRows];
+  alignas(64) float z[kMaxRows][kWidth];
+  for (int64_t n0 = 0; n0 < d.N; n0 += kWidth) {
+    int64_t columns = d.N - n0 < kWidth ? d.N - n0 : kWidth;
+    const char* w[kWidth];
+    // Lanes past the end repeat the last row; their sums are dropped.
+    for (int64_t n = 0; n < kWidth; ++n) w[n] = d.w[n0 + (n < columns ? n : columns - 1)];
+    for (int64_t m = 0; m < d.M; ++m) {
+      a[m] = d.a[m];
+      for (int64_t n = 0; n < kWidth; ++n) z[m][n] = 0;
+    }
+    const char* next = n0 + kWidth < d.N ? d.w[n0 + kWidth] : d.next;
+    for (int64_t k0 = 0, u = 0; k0 < d.K; k0 += kUnit, ++u) {
+      int64_t k = d.K - k0 < kUnit ? d.K - k0 : kUnit;
+      // The next panels' rows usually lie one behind the other: fetched line after line, a unit's share at a time.
+      if (next != nullptr) {
+        uintptr_t base = reinterpret_cast<uintptr_t>(next) + static_cast<uintptr_t>(u * kWidth * kUnitBytes);
+        prefetch(base, base + kWidth * kUnitBytes);
+      }
+      if (columns > kLanes) {
+        unit<F, Product, kStrips>(product, panels, w, u * kUnitBytes, a, d.M, k, z);
+      } else {
+        unit<F, Product, 1>(product, panels, w, u * kUnitBytes, a, d.M, k, z);
+      }
+      for (int64_t m = 0; m < d.M; ++m) a[m] += Product::kUnitBytes;
+    }
+    for (int64_t m = 0; m < d.M; ++m) {
+      for (int64_t n = 0; n < columns; ++n) d.z[m * d.ldz + n0 + n] = z[m][n];
+    }
+  }
+}
+
+template <class F>
+constexpr BlockFormat kBlockFormat = {
+    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, dots<F, Integer<F>>},
+    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Exact<F>>},
+};
+
+}  // namespace
+
+// In the order of WeightType, from q4_k on.
+extern const BlockFormat kBlockFormats[kBlockTypes] = {
+    kBlockFormat<Q4_K>, kBlockFormat<Q6_K>, kBlockFormat<Q8_0>,   kBlockFormat<Q4_0>,   kBlockFormat<Q5_K>,
+    kBlockFormat<Q5_0>, kBlockFormat<Q5_1>, kBlockFormat<Q4_1>,   kBlockFormat<IQ4_NL>, kBlockFormat<IQ4_XS>,
+    kBlockFormat<MXFP4>, kBlockFormat<Q2_K>, kBlockFormat<Q3_K>,
+};
+
+}  // namespace moefuse::MOEFUSE_ISA

@@ -1,0 +1,225 @@
+"""What a layer of a GGUF file computes: its router rule from the metadata, its experts in their blocks.
+
+An architecture is known by its name, for metadata does not say all of its rule. Add a row to `FAMILIES` only with a
+test; what a row cannot express is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefuse.quant.gguf import GGUFFile
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Activation, Routing
+
+
+@dataclass(frozen=True)
+class Family:
+    """What holds where the metadata is silent."""
+
+    score: str = "softmax"
+    renormalize: bool = True
+    activation: Activation = Activation("silu")  # noqa: RUF009  # frozen
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2moe": Family(renormalize=False),
+    "qwen3moe": Family(),
+    "qwen3next": Family(),
+    "qwen35moe": Family(),
+    "olmoe": Family(renormalize=False),
+    "granitemoe": Family(),
+    "gpt-oss": Family(activation=Activation("swiglu_oai")),
+    "gemma4": Family(activation=Activation("gelu_tanh")),
+    "deepseek2": Family(renormalize=False),
+    "glm4moe": Family(score="sigmoid", renormalize=False),
+}
+#: ``expert_gating_func``; 3 is a softmax over the selected alone, which is a softmax that is renormalised
+_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(.*(?:exps|shexp|ffn_gate_inp|exp_probs|latent|tid2eid).*)")
+
+
+def expert_layers(file: GGUFFile) -> list[int]:
+    """The layers that have a router."""
+    names = (re.fullmatch(r"blk\.(\d+)\.ffn_gate_inp\.weight", name) for name in file)
+    return sorted(int(match[1]) for match in names if match)
+
+
+def read_rule(file: GGUFFile, layer: int) -> Routing:
+    """The router rule of a layer; a ValueError names what cannot be expressed."""
+    family = _family(file)
+
+    def key(name: str, default: Any) -> Any:
+        value = file.metadata.get(f"{file.architecture}.{name}", default)
+        if isinstance(value, np.ndarray):  # one value per layer
+            return value[layer].item() if layer < len(value) else default
+        return value
+
+    gating = key("expert_gating_func", 0)
+    if gating != 0 and gating not in _SCORES:
+        raise ValueError(f"from_gguf: expert_gating_func must be one of {', '.join(map(str, _SCORES))}, got {gating}")
+    score = _SCORES.get(gating, family.score)
+    groups = _count(key("expert_group_count", 1), "expert_group_count") or 1
+    return Routing(
+        top_k=_count(key("expert_used_count", None), "expert_used_count"),
+        score=score,
+        renormalize=bool(key("expert_weights_norm", family.renormalize)) or gating == 3,
+        # Zero is how a file says "none".
+        scale=float(key("expert_weights_scale", 1.0)) or 1.0,
+        groups=groups,
+        top_groups=_count(key("expert_group_used_count", 1), "expert_group_used_count") or 1 if groups > 1 else 1,
+        group_score="top2_sum" if score == "sigmoid" else "max",
+    )
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"from_gguf: the file must give {name} as a whole number, got {value!r}")
+    return value
+
+
+def _family(file: GGUFFile) -> Family:
+    found = FAMILIES.get(file.architecture)
+    if found is None:
+        raise ValueError(
+            f"from_gguf: the architecture must be one of {', '.join(sorted(FAMILIES))}, got {file.architecture}"
+        )
+    return found
+
+
+class _Layer:
+    """The tensors of one layer by the ends of their names; what is left over in the end is not understood."""
+
+    def __init__(self, file: GGUFFile, layer: int) -> None:
+        self.file, self.prefix = file, f"blk.{layer}."
+        matches = filter(None, map(_EXPERT_TENSOR.fullmatch, file))
+        self.left = {match[2] for match in matches if int(match[1]) == layer}
+
+    def take(self, name: str, *shape: int | None) -> Tensor | QuantTensor | None:
+        """A tensor of this shape (None: any size), or None where the file has none."""
+        if self.prefix + name not in self.file:
+            return None
+        self.left.discard(name)
+        found = self.file[self.prefix + name]
+        wrong = len(found.shape) != len(shape) or any(
+            want not in (None, got) for want, got in zip(shape, found.shape, strict=False)
+        )
+        if wrong:
+            want = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"from_gguf: {self.prefix}{name} must have shape [{want}], got {list(found.shape)}")
+        return found
+
+    def need(self, name: str, *shape: int | None) -> Tensor | QuantTensor:
+        found = self.take(name, *shape)
+        if found is None:
+            raise ValueError(f"from_gguf: the layer must have {self.prefix}{name}, got none")
+        return found
+
+    def plain(self, name: str, *shape: int | None) -> Tensor | None:
+        """As `take`, in float32: for what is small."""
+        found = self.take(name, *shape)
+        if found is None:
+            return None
+        return found.dequantize() if isinstance(found, QuantTensor) else found.float()
+
+
+def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Tensor | QuantTensor]]:
+    """Arguments of `moefuse.nn.MoE`, and its tensors by name; gate and up may come apart."""
+    family, layers = _family(file), expert_layers(file)
+    if layer not in layers:
+        if any(re.search(r"ffn_gate\.\d+\.weight", name) for name in file):
+            raise ValueError("from_gguf: experts must be stacked, got a file from before 2024-04 with one tensor each")
+        known = f"layers {layers[0]} to {layers[-1]} do" if layers else "no layer of this file does"
+        raise ValueError(f"from_gguf: layer must have experts ({known}), got {layer}")
+    at = _Layer(file, layer)
+    router = at.plain("ffn_gate_inp.weight", None, None)
+    assert router is not None
+    E, H = router.shape
+    down = at.need("ffn_down_exps.weight", E, H, None)
+    I = down.shape[2]
+    tensors: dict[str, Any] = {"router": router, "down": down}
+    joined = at.take("ffn_gate_up_exps.weight", E, 2 * I, H)
+    tensors["gate_up"] = at.need("ffn_gate_exps.weight", E, I, H) if joined is None else joined
+    if joined is None:
+        tensors["up"] = at.need("ffn_up_exps.weight", E, I, H)
+    tensors |= _small(at, E, H, I, joined is not None)
+    if file.architecture == "gemma4":
+        tensors |= _gemma4(at, router)
+    width = _shared(at, H, tensors)
+    if at.left:
+        names = ", ".join(sorted(at.prefix + name for name in at.left))
+        raise ValueError(f"from_gguf: the layer must hold nothing but router and experts, got {names}")
+    eps = file.metadata.get(f"{file.architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+    options = {
+        "hidden": H,
+        "intermediate": I,
+        "num_experts": E,
+        "routing": read_rule(file, layer),
+        "activation": family.activation,
+        "bias": "down_bias" in tensors,
+        "logit_bias": "logit_bias" in tensors,
+        "selection_bias": "selection_bias" in tensors,
+        "per_expert_scale": "per_expert_scale" in tensors,
+        "shared_intermediate": width,
+        "shared_gate": "shared_gate" in tensors,
+        "norm": "norm_weight" in tensors,
+        "eps": float(eps),
+    }
+    return options, tensors
+
+
+def _small(at: _Layer, E: int, H: int, I: int, joined: bool) -> dict[str, Tensor]:
+    """Biases and factors."""
+    found = {
+        "logit_bias": at.plain("ffn_gate_inp.bias", E),
+        "selection_bias": at.plain("exp_probs_b.bias", E),
+        "per_expert_scale": at.plain("ffn_down_exps.scale", E),
+        "down_bias": at.plain("ffn_down_exps.bias", E, H),
+    }
+    if joined:
+        found["gate_up_bias"] = at.plain("ffn_gate_up_exps.bias", E, 2 * I)
+    else:
+        halves = [at.plain(f"ffn_{part}_exps.bias", E, I) for part in ("gate", "up")]
+        if halves[0] is not None and halves[1] is not None:
+            found["gate_up_bias"] = torch.cat((halves[0], halves[1]), 1)
+    if (found.get("gate_up_bias") is None) != (found["down_bias"] is None):
+        raise ValueError(f"from_gguf: {at.prefix}: gate, up and down must all have biases or none, got some")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _gemma4(at: _Layer, router: Tensor) -> dict[str, Tensor]:
+    """Gemma 4 norms the residual stream twice, without a weight for its router and with one for its experts.
+
+    The block norms once, with the experts' weight; the router's own factors, over that weight, go into the router.
+    """
+    norm, scale = at.plain("pre_ffw_norm_2.weight", router.shape[1]), at.plain("ffn_gate_inp.scale", router.shape[1])
+    if norm is None or scale is None:
+        raise ValueError(f"from_gguf: gemma4 must have {at.prefix}pre_ffw_norm_2.weight and ffn_gate_inp.scale")
+    if not bool((norm != 0).all()):
+        raise ValueError(f"from_gguf: {at.prefix}pre_ffw_norm_2.weight must have no zero, got some")
+    factor = scale.double() * router.shape[1] ** -0.5 / norm.double()
+    return {"norm_weight": norm, "router": (router.double() * factor).float()}
+
+
+def _shared(at: _Layer, H: int, tensors: dict[str, Any]) -> int:
+    """Adds the shared expert to the tensors and returns its width, 0 where there is none."""
+    down = at.take("ffn_down_shexp.weight", H, None)
+    if down is None:
+        return 0
+    width = down.shape[1]
+    tensors["shared_down"] = down
+    tensors["shared_gate_up"] = at.need("ffn_gate_shexp.weight", width, H)
+    tensors["shared_up"] = at.need("ffn_up_shexp.weight", width, H)
+    name = "ffn_gate_inp_shexp.weight"
+    flat = at.prefix + name in at.file and len(at.file.infos[at.prefix + name].shape) == 1
+    weigher = at.plain(name, H) if flat else at.plain(name, 1, H)
+    if weigher is not None:
+        tensors["shared_gate"] = weigher.view(H)
+    return width

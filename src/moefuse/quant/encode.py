@@ -1,0 +1,185 @@
+"""Numbers to blocks: `quantize`.
+
+Q8_0 and Q4_0 have one answer, that of the gguf package. The K formats are searched: candidates for the step of each
+sub-block, each with the scale (and offset) of least squared error for the integers it gives; the best is kept, then
+scales are rounded to their 6 or 8 bits and the integers taken anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moefuse.quant.formats import format_of
+from moefuse.quant.tensor import QuantTensor
+
+# Values worked on at a time: the search holds about ten float32 copies of them.
+_CHUNK = 2**20
+# Candidates for the step, as the range of integers it is to fill, around the whole range.
+_OFFSETS = tuple(i / 10 for i in range(-10, 11))
+
+
+def quantize(weight: Tensor, format: str) -> QuantTensor:
+    """Encode weights in blocks along their last dimension.
+
+    Args:
+        weight: ``[.., K]`` floating, finite, ``K`` a multiple of the format's block; usually ``[E, N, K]``.
+        format: Q4_K, Q6_K, Q5_K, Q8_0 or Q4_0.
+
+    Returns:
+        A `QuantTensor` of the same shape on the same device. Memory beyond it stays within a few dozen MB.
+
+    >>> stack = quantize(torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256), "Q4_K")
+    >>> stack
+    QuantTensor(Q4_K, shape=[2, 3, 256], device=cpu, 864 bytes)
+    >>> stack.dequantize()[0, 0, 0].round(decimals=2)
+    tensor(-1.)
+    """
+    encode = ENCODE.get(format)
+    if encode is None:
+        raise ValueError(f"quantize: format must be one of {', '.join(ENCODE)}, got {format!r}")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"quantize: weight must be a floating-point tensor, got {got}")
+    form = format_of(format)
+    if weight.dim() < 1 or weight.shape[-1] % form.values:
+        rule = f"a last dimension that is a multiple of {form.values} for {format}"
+        raise ValueError(f"quantize: weight must have {rule}, got shape {list(weight.shape)}")
+    weight = weight.detach()
+    row = form.row_bytes(weight.shape[-1])
+    blocks = torch.empty((*weight.shape[:-1], row), dtype=torch.uint8, device=weight.device)
+    experts = zip(weight, blocks, strict=True) if weight.dim() > 2 else ((weight, blocks),)
+    for numbers, place in experts:
+        for chunk, into in zip(
+            numbers.reshape(-1, form.values).split(max(_CHUNK // form.values, 1)),
+            place.view(-1, form.nbytes).split(max(_CHUNK // form.values, 1)),
+            strict=True,
+        ):
+            if not chunk.isfinite().all():
+                raise ValueError("quantize: weight must be finite, got NaN or infinity")
+            into.copy_(encode(chunk.float()))
+    return QuantTensor(blocks, format)
+
+
+def _join(fields: Tensor, bits: int) -> Tensor:
+    """``[.., 8 / bits, n]`` integers to ``[.., n]`` bytes, the first in the lowest bits."""
+    shifts = torch.arange(0, 8, bits, device=fields.device)
+    return (fields.long() << shifts[:, None]).sum(-2).to(torch.uint8)
+
+
+def _half(scale: Tensor) -> Tensor:
+    """``[B, 1]`` to the two bytes of its float16."""
+    rounded = scale.half()
+    if not rounded.isfinite().all():
+        raise ValueError(f"quantize: weight must leave scales below 65504, got {float(scale.abs().max()):g}")
+    return rounded.view(torch.uint8).view(-1, 2)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, 1 / scale)
+
+
+def _first_extreme(x: Tensor) -> Tensor:
+    """The element of largest magnitude, the first of several: ``[.., 1]``."""
+    size = x.abs()
+    places = torch.arange(x.shape[-1], device=x.device)
+    first = torch.where(size == size.amax(-1, keepdim=True), places, x.shape[-1]).amin(-1, keepdim=True)
+    return x.gather(-1, first)
+
+
+def _q8_0(x: Tensor) -> Tensor:
+    d = x.abs().amax(-1, keepdim=True) / 127
+    size = (x * _inverse(d)).abs()
+    whole = size.floor()
+    # Halves away from zero, as C's roundf.
+    q = (whole + (2 * (size - whole)).floor()).nan_to_num().clamp(max=127).copysign(x)
+    return torch.cat((_half(d), q.to(torch.int8).view(torch.uint8)), 1)
+
+
+def _q4_0(x: Tensor) -> Tensor:
+    d = _first_extreme(x) / -8
+    q = (x * _inverse(d) + 8.5).nan_to_num(nan=8).trunc().clamp(0, 15)
+    return torch.cat((_half(d), _join(q.view(-1, 2, 16), 4)), 1)
+
+
+def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Scale and floor, both at least zero, that make ``scale * q - floor`` nearest to ``[.., n]``, q in 0..top."""
+    n = x.shape[-1]
+    low = x.amin(-1).clamp(max=0)
+    span = x.amax(-1) - low
+    above, total = x - low[..., None], x.sum(-1)
+    best, scale, floor = torch.full_like(low, torch.inf), torch.zeros_like(low), -low
+    for offset in _OFFSETS:
+        q = (above * _inverse(span / (top + offset))[..., None]).round_().clamp_(0, top)
+        q1, q2, qx = q.sum(-1), (q * q).sum(-1), (q * x).sum(-1)
+        step = (n * qx - q1 * total) * _inverse(n * q2 - q1 * q1)
+        base = (total - step * q1) / n
+        # Where the best offset is of the wrong sign it is zero, and the scale is fitted alone.
+        step = torch.where(base > 0, qx * _inverse(q2), step)
+        base = base.clamp(max=0)
+        error = q.mul_(step[..., None]).add_(base[..., None]).sub_(x).square_().sum(-1)
+        better = (error < best) & (step >= 0)
+        best = torch.where(better, error, best)
+        scale, floor = torch.where(better, step, scale), torch.where(better, -base, floor)
+    return scale, floor
+
+
+def _k_affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """What Q4_K and Q5_K share: the first 16 bytes, and the integers ``[B, 8, 32]``."""
+    x = x.view(-1, 8, 32)
+    scale, floor = _affine(x, top)
+    d, dmin = (part.amax(-1, keepdim=True) / 63 for part in (scale, floor))
+    factors = torch.cat((_half(d), _half(dmin)), 1)
+    d, dmin = d.half().float(), dmin.half().float()
+    s, m = ((part * _inverse(unit)).round().clamp(0, 63).to(torch.uint8) for part, unit in ((scale, d), (floor, dmin)))
+    six = torch.cat((s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4), 1)
+    step, base = (d * s)[..., None], (dmin * m)[..., None]
+    q = ((x + base) * _inverse(step)).round().clamp(0, top).to(torch.uint8)
+    return torch.cat((factors, six), 1), q
+
+
+def _q4_k(x: Tensor) -> Tensor:
+    head, q = _k_affine(x, 15)
+    return torch.cat((head, _join(q.view(-1, 4, 2, 32), 4).flatten(1)), 1)
+
+
+def _q5_k(x: Tensor) -> Tensor:
+    head, q = _k_affine(x, 31)
+    return torch.cat((head, _join(q >> 4, 1), _join((q & 15).view(-1, 4, 2, 32), 4).flatten(1)), 1)
+
+
+def _symmetric(x: Tensor, top: int) -> Tensor:
+    """The scale, of either sign, that makes ``scale * q`` nearest to ``[.., n]``, q in -top..top-1."""
+    extreme = _first_extreme(x)[..., 0]
+    best, scale = torch.full_like(extreme, torch.inf), torch.zeros_like(extreme)
+    for offset in _OFFSETS:
+        # The extreme takes the integer that only one sign has.
+        q = (x * _inverse(extreme / -(top + offset))[..., None]).round_().clamp_(-top, top - 1)
+        step = (q * x).sum(-1) * _inverse((q * q).sum(-1))
+        error = q.mul_(step[..., None]).sub_(x).square_().sum(-1)
+        better = error < best
+        best, scale = torch.where(better, error, best), torch.where(better, step, scale)
+    return scale
+
+
+def _q6_k(x: Tensor) -> Tensor:
+    x = x.view(-1, 16, 16)
+    scale = _symmetric(x, 32)
+    d = _first_extreme(scale) / -128
+    factor = _half(d)
+    d = d.half().float()
+    s = (scale * _inverse(d)).round().clamp(-128, 127)
+    q = (x * _inverse(d * s)[..., None]).round().clamp(-32, 31).add(32).to(torch.uint8).flatten(1)
+    low, high = _join((q & 15).view(-1, 2, 2, 64), 4), _join((q >> 4).view(-1, 2, 4, 32), 2)
+    return torch.cat((low.flatten(1), high.flatten(1), s.to(torch.int8).view(torch.uint8), factor), 1)
+
+
+ENCODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+    "Q5_K": _q5_k,
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+}
