@@ -7,19 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.activation import (
-    ACTIVATION_SCHEMA,
-    activation_of,
-    check_activation,
-    check_layout,
-    flatten,
-    glu,
-    glu_reference,
-)
+from moefuse.ops.activation import activation_of, check_activation, check_layout, flatten, glu_reference
 from moefuse.ops.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, widen
-from moefuse.ops.combine import TAIL_SCHEMA, Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
+from moefuse.ops.combine import Tail, check_tail, combine_reference, out_dtype, prepare_out
+from moefuse.ops.experts_training import EXPERTS_SCHEMA, experts_saving, mask
 from moefuse.ops.gate import gate
-from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
+from moefuse.ops.grouped_linear import grouped_linear_reference
 from moefuse.ops.library import define
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
@@ -82,15 +75,15 @@ def experts(
     check("experts", x, ids, weights, down.shape[0], plan)
     check_tail("experts", tail, x.shape[0], x)
     inputs = (x, weights, first, up, down, gate_up_bias, down_bias, *tail[:5])
+    tracked = False
     if out is None and normed_out is None:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            if not torch.compiler.is_compiling():
-                select("experts", x, backend)  # an explicit choice that cannot run is refused in this op's name
-            return _composed(
-                x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
-            )
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     else:
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
+    if tracked:
+        if not torch.compiler.is_compiling():
+            select("experts", x, backend)  # an explicit choice that cannot run is refused in this op's name
+        plan = plan or make_plan(ids, down.shape[0], backend=backend)
     parts = (None, None, None) if plan is None else (plan.offsets, plan.order, plan.inverse)
     args = (
         x, ids, weights, first, up, down, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
@@ -98,7 +91,7 @@ def experts(
     if out is not None:
         _experts_out(*args, out, normed_out, backend)
         return out if normed_out is None else (out, normed_out)
-    summed, normed = _experts(*args, backend)
+    summed, normed = experts_saving(*args, backend) if tracked else _experts(*args, backend)
     return summed if norm_weight is None else (summed, normed)
 
 
@@ -231,42 +224,6 @@ def check_stacks(
     check_float64(op, {"x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
 
 
-def _mask(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
-    """Weights with those of sentinel ids set to zero."""
-    return weights.masked_fill((ids < 0) | (ids >= num_experts), 0)
-
-
-def _composed(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    activation: Activation,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    layout: str,
-    plan: Plan | None,
-    tail: Tail,
-    backend: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The differentiable composition of the parts."""
-    plan = plan or make_plan(ids, down.shape[0], backend=backend)
-    if up is None:
-        z = grouped_linear(x, gate_up, plan, gather=True, scatter=False, bias=gate_up_bias, backend=backend)
-        h = glu(z, activation, layout=layout, backend=backend)
-    else:
-        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
-        g, u = (
-            grouped_linear(x, w, plan, gather=True, scatter=False, bias=b, backend=backend)
-            for w, b in zip((gate_up, up), biases, strict=True)
-        )
-        h = glu(g, u, activation, backend=backend)
-    y = grouped_linear(h, down, plan, gather=False, scatter=True, bias=down_bias, backend=backend)
-    return combine(y, _mask(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
-
-
 def experts_reference(
     x: Tensor,
     ids: Tensor,
@@ -303,7 +260,7 @@ def experts_reference(
         u = grouped_linear_reference(x, up, biases[1], offsets, order, True, False)
         h = glu_reference(g, u, activation, layout)
     y = grouped_linear_reference(h, down, down_bias, offsets, order, False, True)
-    masked = _mask(weights, ids, E)
+    masked = mask(weights, ids, E)
     combine_reference(y, masked, None, shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out)
 
 
@@ -325,19 +282,14 @@ def _experts_out_kernel(x: Tensor, *rest: Any) -> None:
     run(x, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
 
 
-_SCHEMA = (
-    "Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, Tensor? offsets, Tensor? order, Tensor? inverse, "
-    f"{TAIL_SCHEMA}, {ACTIVATION_SCHEMA}, str layout"
-)
 _experts = define(
-    f"experts({_SCHEMA}, str? backend) -> (Tensor, Tensor)",
+    f"experts({EXPERTS_SCHEMA}, str? backend) -> (Tensor, Tensor)",
     _experts_kernel,
     reference=experts_reference,
     fake=_experts_fake,
 )
 _experts_out = define(
-    f"experts_out({_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, str? backend) -> ()",
+    f"experts_out({EXPERTS_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, str? backend) -> ()",
     _experts_out_kernel,
     reference=None,
     fake=lambda *_: None,
