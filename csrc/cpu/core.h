@@ -118,6 +118,7 @@ struct ExpertsArgs {
   bool gated;
   bool interleaved;
   Tail tail;
+  Output z;  // [S, 2 I] or [S, I], or absent: expert-major pre-activations in the layout, rows without an expert zero
 };
 
 void experts(const ExpertsArgs& args, int threads);
