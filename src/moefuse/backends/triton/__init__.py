@@ -21,10 +21,13 @@ _HOMES = {
     "gate": "gate",
     "plan": "plan",
     "grouped_linear": "grouped_linear",
-    "grouped_outer": "grouped_linear",
+    "grouped_outer": "outer",
     "glu": "activation",
     "combine": "combine",
     "experts": "experts",
+    "experts_saving": "experts_backward",
+    "experts_backward": "experts_backward",
+    "glu_backward": "activation",
 }
 
 
