@@ -28,6 +28,10 @@ _HOMES = {
     "experts_saving": "experts_backward",
     "experts_backward": "experts_backward",
     "glu_backward": "activation",
+    "combine_backward": "combine_backward",
+    "tail_backward": "combine_backward",
+    "route_backward": "router_backward",
+    "gate_backward": "router_backward",
 }
 
 
