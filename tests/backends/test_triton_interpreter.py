@@ -8,10 +8,12 @@ from moefuse.testing import cases
 EMULATED = [target for target in cases.runnable(emulated=True) if target not in cases.runnable()]
 #: thousands of interpreted programs each
 LONG = {"plan/many", "route/e1000", "gate/many", "experts/prefill"}
+#: gradients of the rest take minutes; tests/backends/test_triton_training.py has small ones
+SHORT_GRADIENTS = {"route", "glu", "combine", "grouped_linear"}
 
 
 def rows(slow: bool) -> list:
-    """The whole table: forward in float32 by default, the rest in the long run."""
+    """The whole table: float32 by default, with the gradients of some, and the rest in the long run."""
     return [
         pytest.param(case, dtype, *target, id=f"{target[0]}-{case.id}-{str(dtype)[6:]}")
         for target in EMULATED
@@ -22,14 +24,14 @@ def rows(slow: bool) -> list:
 
 
 @pytest.mark.parametrize(("case", "dtype", "backend", "device"), rows(slow=False))
-def test_forward(case, dtype, backend, device, rng) -> None:
-    outcome = cases.run(case, dtype, backend, device, rng.initial_seed(), gradients=False)
+def test_case(case, dtype, backend, device, rng) -> None:
+    outcome = cases.run(case, dtype, backend, device, rng.initial_seed(), gradients=case.op in SHORT_GRADIENTS)
     assert outcome.passed, outcome.describe()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype", "backend", "device"), rows(slow=True))
-def test_forward_at_length(case, dtype, backend, device, rng) -> None:
+def test_case_at_length(case, dtype, backend, device, rng) -> None:
     outcome = cases.run(case, dtype, backend, device, rng.initial_seed())
     assert outcome.passed, outcome.describe()
 

@@ -1,4 +1,4 @@
-"""experts under gradients on NVIDIA GPUs: a forward that keeps z, and a backward of five or six launches.
+"""experts under gradients on NVIDIA GPUs: a forward that keeps z, and a backward of six launches.
 
 Nothing of ``S * H`` is held: what is summed over slots is made and summed some columns at a time.
 """
@@ -61,19 +61,14 @@ def _mirrored(
 
 @triton.jit(do_not_specialize=["S", "divisor"])
 def _mirror_kernel(
-    a_ptr, w_ptr, u_ptr, a_desc, w_desc, u_desc, offsets_ptr, order_ptr, z_ptr, weights_ptr, out_ptr, hidden_ptr,
-    parts_ptr, S, E, N, K, K2, divisor, w_rows, stride_am, stride_ak, stride_we, stride_wk, stride_wn,
-    stride_ue, stride_uk, stride_un, stride_zn, z_second, alpha, limit,
-    GATHER: tl.constexpr, A_TMA: tl.constexpr, W_TMA: tl.constexpr, APART: tl.constexpr, KIND: tl.constexpr,
-    GATED: tl.constexpr, WANT_D_Z: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_PARTS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    a_ptr, w_ptr, u_ptr, a_desc, w_desc, u_desc, offsets_ptr, order_ptr, out_ptr, S, E, N, K, K2, divisor, w_rows,
+    stride_am, stride_ak, stride_we, stride_wk, stride_wn, stride_ue, stride_uk, stride_un,
+    GATHER: tl.constexpr, A_TMA: tl.constexpr, W_TMA: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A [BLOCK_M, BLOCK_N] tile of one expert's rows times a weight whose rows lie across the sum.
+    """A [BLOCK_M, BLOCK_N] tile of one expert's rows times a weight whose rows lie across the sum; out [S, N].
 
     APART: the sum goes on over K2 more columns of a, with the rows of u.
-    KIND "": the product is the result. Otherwise it is the gradient g of a hidden row h = act(z), and with the weight s
-    of the assignment d_z = s * g * act'(z) goes to out, s * h to hidden, and <h, g> of this tile to parts [tiles, S].
-    out may be z: no other program reads what this one writes.
     Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
     """
     wait(PDL)
@@ -82,14 +77,15 @@ def _mirror_kernel(
     expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
     if expert >= E:
         return
-    tile = tl.program_id(0) % columns
-    column = tile * BLOCK_N
+    column = tl.program_id(0) % columns * BLOCK_N
     p = first + tl.arange(0, BLOCK_M)
     live = p < stop
     n = column + tl.arange(0, BLOCK_N)
     inside = n < N
-    s = tl.load(order_ptr + p, mask=live, other=0)
-    row = (s // divisor if GATHER else p).to(tl.int64)
+    row = p
+    if GATHER:
+        row = tl.load(order_ptr + p, mask=live, other=0) // divisor
+    row = row.to(tl.int64)
     stack = expert.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = _mirrored(
@@ -101,28 +97,65 @@ def _mirror_kernel(
             acc, a_ptr, a_desc, u_ptr + stack * stride_ue, u_desc, row, live, inside, first, expert * w_rows, column,
             K2, K, stride_am, stride_ak, stride_uk, stride_un, A_TMA, W_TMA, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    mask = live[:, None] & inside[None, :]
-    at = p.to(tl.int64)[:, None]
-    if KIND == "":
-        tl.store(out_ptr + at * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        z_at = at * (N * (1 + GATED)) + n[None, :] * stride_zn
-        g = tl.load(z_ptr + z_at, mask=mask, other=0.0).to(tl.float32)
-        u = g
+    out_ptrs = out_ptr + p.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _slopes_kernel(
+    g_ptr, z_ptr, weights_ptr, d_ptr, bias_ptr, offsets_ptr, order_ptr, d_z_ptr, hidden_ptr, d_weights_ptr, E, I, H,
+    top_k, stride_zn, z_second, stride_dt, stride_dh, stride_be, stride_bh, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_D_Z: tl.constexpr,
+    WANT_HIDDEN: tl.constexpr, WANT_WEIGHTS: tl.constexpr, PDL: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One row of the hidden gradient g = d @ down, with h = act(z) and the weight s of its assignment.
+
+    d_z = s * g * act'(z), hidden = s * h, and d_weights = <h, g> + <down_bias, d>, zero without an expert.
+    d_z may be z and hidden may be g: no other program reads what this one writes. Grid: S.
+    """
+    wait(PDL)
+    launch_dependents(PDL)
+    p = tl.program_id(0).to(tl.int64)
+    s = tl.load(order_ptr + p)
+    if p >= tl.load(offsets_ptr + E):
+        if WANT_WEIGHTS:
+            tl.store(d_weights_ptr + s, 0.0)
+        return
+    share = tl.load(weights_ptr + s).to(tl.float32)
+    total = tl.zeros([BLOCK_I], tl.float32)
+    for start in range(0, I, BLOCK_I):
+        i = start + tl.arange(0, BLOCK_I)
+        inside = i < I
+        at = p * (I * (1 + GATED)) + i * stride_zn
+        gate = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = gate
         if GATED:
-            u = tl.load(z_ptr + z_at + z_second, mask=mask, other=0.0).to(tl.float32)
-        h, by_gate, by_up = slopes(g, u, KIND, GATED, alpha, limit)
-        if WANT_PARTS:
-            part = tl.sum(tl.where(mask, h * acc, 0.0), 1)
-            tl.store(parts_ptr + tile.to(tl.int64) * S + p, part, mask=live)
-        share = tl.load(weights_ptr + s, mask=live, other=0.0).to(tl.float32)[:, None]
+            up = tl.load(z_ptr + at + z_second, mask=inside, other=0.0).to(tl.float32)
+        h, by_gate, by_up = slopes(gate, up, KIND, GATED, alpha, limit)
+        if WANT_D_Z or WANT_WEIGHTS:
+            g = tl.load(g_ptr + p * I + i, mask=inside, other=0.0).to(tl.float32)
+            total += tl.where(inside, h * g, 0.0)
+            if WANT_D_Z:
+                g *= share
+                tl.store(d_z_ptr + at, (g * by_gate).to(d_z_ptr.dtype.element_ty), mask=inside)
+                if GATED:
+                    tl.store(d_z_ptr + at + z_second, (g * by_up).to(d_z_ptr.dtype.element_ty), mask=inside)
         if WANT_HIDDEN:
-            tl.store(hidden_ptr + at * N + n[None, :], (share * h).to(hidden_ptr.dtype.element_ty), mask=mask)
-        if WANT_D_Z:
-            acc *= share
-            tl.store(out_ptr + z_at, (acc * by_gate).to(out_ptr.dtype.element_ty), mask=mask)
-            if GATED:
-                tl.store(out_ptr + z_at + z_second, (acc * by_up).to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(hidden_ptr + p * I + i, (share * h).to(hidden_ptr.dtype.element_ty), mask=inside)
+    if WANT_WEIGHTS:
+        if HAS_BIAS:
+            e = tl.arange(0, BLOCK_E)
+            after = tl.load(offsets_ptr + e + 1, mask=e < E, other=2147483647)
+            expert = tl.sum((after <= p).to(tl.int32), 0).to(tl.int64)
+            token = (s // top_k).to(tl.int64)
+            for start in range(0, H, BLOCK_I):
+                column = start + tl.arange(0, BLOCK_I)
+                inside = column < H
+                d = tl.load(d_ptr + token * stride_dt + column * stride_dh, mask=inside, other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + expert * stride_be + column * stride_bh, mask=inside, other=0.0)
+                total += d * bias.to(tl.float32)
+        tl.store(d_weights_ptr + s, tl.sum(total, 0).to(d_weights_ptr.dtype.element_ty))
 
 
 def _weight_descriptor(w: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
@@ -135,44 +168,28 @@ def _weight_descriptor(w: Tensor, rows: int, columns: int) -> TensorDescriptor |
     return described(matrix, rows, columns)
 
 
-def _mirror(
-    a: Tensor,
-    stacks: tuple[Tensor, ...],
-    offsets: Tensor,
-    order: Tensor,
-    out: Tensor | None,
-    tile: Tile,
-    *,
-    gather: bool,
-    slots: int,
-    depth: int | None = None,
-    z: Tensor | None = None,
-    weights: Tensor | None = None,
-    hidden: Tensor | None = None,
-    parts: Tensor | None = None,
-    activation: Activation | None = None,
-    layout: str = "halves",
+def mirror(
+    a: Tensor, stacks: tuple[Tensor, ...], offsets: Tensor, order: Tensor, out: Tensor, tile: Tile, *, gather: bool
 ) -> None:
-    """Launch `_mirror_kernel`. ``stacks``: one ``[E, K, N]``, or two whose sums follow each other."""
+    """Launch the product of rows of ``a`` with ``stacks`` into ``out`` ``[S, N]``.
+
+    One stack ``[E, K, N]``, or two: the sum goes over the rows of the first, then of the second.
+    """
     S, E, N = order.shape[0], offsets.shape[0] - 1, stacks[0].shape[2]
     w, u = stacks[0], stacks[-1]
-    K, K2 = w.shape[1] if depth is None else depth, u.shape[1]
+    K, K2 = w.shape[1], u.shape[1]
     a_desc = w_desc = u_desc = None
-    if tile.copy_engine and K % tile.k == 0 and (len(stacks) == 1 or K2 % tile.k == 0):
+    if tile.copy_engine and K % tile.k == 0 and K2 % tile.k == 0 and w.stride() == u.stride():
         w_desc, u_desc = (_weight_descriptor(t, tile.k, tile.n) for t in (w, u))
-        if not gather:
-            a_desc = described(a, tile.m, tile.k)
-    w_tma = w_desc is not None and u_desc is not None and w.stride() == u.stride()
-    gated = activation is not None and activation.gated
+        a_desc = None if gather else described(a, tile.m, tile.k)
+    if w_desc is None or u_desc is None:
+        w_desc = u_desc = None
     launch(
-        _mirror_kernel, (most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), a, w, u, a_desc,
-        w_desc if w_tma else None, u_desc if w_tma else None, offsets, order, z, weights, out, hidden, parts,
-        S, E, N, K, K2, slots, w.stride(0) // max(1, w.stride(1)), *a.stride(), *w.stride(), *u.stride(),
-        *z_columns(N, gated, layout), *activation_numbers(activation), GATHER=gather, A_TMA=a_desc is not None,
-        W_TMA=w_tma, APART=len(stacks) == 2, KIND="" if activation is None else activation.kind, GATED=gated,
-        WANT_D_Z=out is not None, WANT_HIDDEN=hidden is not None, WANT_PARTS=parts is not None, PDL=PDL,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=PDL,
+        _mirror_kernel, (most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), a, w, u, a_desc, w_desc, u_desc, offsets,
+        order, out, S, E, N, K, K2, max(1, S // max(1, a.shape[0])), w.stride(0) // max(1, w.stride(1)), *a.stride(),
+        *w.stride(), *u.stride(), GATHER=gather, A_TMA=a_desc is not None, W_TMA=w_desc is not None,
+        APART=len(stacks) == 2, PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2),
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=PDL,
     )  # fmt: skip
 
 
@@ -206,38 +223,6 @@ def _slot_sum(y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tenso
         _slot_sum_kernel, (T, triton.cdiv(N, BLOCK)), y, weights, inverse, offsets, out, offsets.shape[0] - 1, N,
         out.stride(0), WEIGHTED=weights is not None, TOP_K=top_k, PDL=PDL, BLOCK=BLOCK, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["S", "tiles"])
-def _weights_kernel(
-    parts_ptr, d_ptr, bias_ptr, inverse_ptr, offsets_ptr, out_ptr, S, E, H, tiles, top_k, stride_dt, stride_dh,
-    stride_be, stride_bh,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """d_weights of BLOCK_S slots: their parts in order, and <down_bias, d>. Zero without an expert. Grid: slots."""
-    wait(PDL)
-    launch_dependents(PDL)
-    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    inside = s < S
-    p = tl.load(inverse_ptr + s, mask=inside, other=0)
-    live = inside & (p < tl.load(offsets_ptr + E))
-    total = tl.zeros([BLOCK_S], tl.float32)
-    for tile in range(tiles):
-        total += tl.load(parts_ptr + tl.cast(tile, tl.int64) * S + p, mask=live, other=0.0)
-    if HAS_BIAS:
-        e = tl.arange(0, BLOCK_E)
-        after = tl.load(offsets_ptr + e + 1, mask=e < E, other=2147483647)
-        # [BLOCK_S, BLOCK_E]: experts that end at or before the position
-        expert = tl.sum((after[None, :] <= p[:, None]).to(tl.int32), 1).to(tl.int64)
-        token = (s // top_k).to(tl.int64)
-        h = tl.arange(0, BLOCK_H)
-        for start in range(0, H, BLOCK_H):
-            mask = live[:, None] & (h < H - start)[None, :]
-            column = (start + h)[None, :]
-            d = tl.load(d_ptr + token[:, None] * stride_dt + column * stride_dh, mask=mask, other=0.0).to(tl.float32)
-            bias = tl.load(bias_ptr + expert[:, None] * stride_be + column * stride_bh, mask=mask, other=0.0)
-            total += tl.sum(d * bias.to(tl.float32), 1)
-    tl.store(out_ptr + s, tl.where(live, total, 0.0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -360,32 +345,26 @@ def experts_backward(
     weights = weights.contiguous()
 
     needs_d_z = want_x or want_gate_up or want_up or want_gate_up_bias
-    d_z = (z if reuse_z else torch.empty_like(z)) if needs_d_z else None
-    hidden = torch.empty((S, I), **like) if want_down else None
-    tile = mirror_tile(S / E, x.element_size(), True, x.device)
-    parts = None
-    if want_weights:
-        parts = torch.empty((triton.cdiv(I, tile.n), S), dtype=torch.float32, device=x.device)
-    if needs_d_z or want_weights or want_down:
-        # Where only the weight of the down product is trained, its hidden rows need no product.
-        depth = None if needs_d_z or want_weights else 0
-        _mirror(
-            d, (down,), offsets, order, d_z, tile, gather=True, slots=top_k, depth=depth, z=z, weights=weights,
-            hidden=hidden, parts=parts, activation=activation, layout=layout,
-        )  # fmt: skip
     d_weights = d_gate_up = d_up = d_down = d_x = d_gate_up_bias = d_down_bias = None
-    if parts is not None:
-        d_weights = torch.empty_like(weights)
+    d_z = (z if reuse_z else torch.empty_like(z)) if needs_d_z else None
+    tile = mirror_tile(S / E, x.element_size(), x.device)
+    hidden = torch.empty((S, I), **like) if needs_d_z or want_weights or want_down else None
+    if hidden is not None:
+        if needs_d_z or want_weights:
+            mirror(d, (down,), offsets, order, hidden, tile, gather=True)
+        d_weights = torch.empty_like(weights) if want_weights else None
         strides = (0, 0) if down_bias is None else down_bias.stride()
         launch(
-            _weights_kernel, (triton.cdiv(S, 32),), parts, d, down_bias, inverse, offsets, d_weights, S, E, H,
-            parts.shape[0], top_k, *d.stride(), *strides, HAS_BIAS=down_bias is not None, PDL=PDL, BLOCK_S=32,
-            BLOCK_E=block_of(E), BLOCK_H=128, num_warps=4, launch_pdl=PDL,
+            _slopes_kernel, (S,), hidden, z, weights, d, down_bias, offsets, order, d_z, hidden, d_weights, E, I, H,
+            top_k, *z_columns(I, activation.gated, layout), *d.stride(), *strides, *activation_numbers(activation),
+            KIND=activation.kind, GATED=activation.gated, HAS_BIAS=down_bias is not None, WANT_D_Z=needs_d_z,
+            WANT_HIDDEN=want_down, WANT_WEIGHTS=want_weights, PDL=PDL, BLOCK_I=min(block_of(I), 1024),
+            BLOCK_E=block_of(E), num_warps=4, launch_pdl=PDL,
         )  # fmt: skip
-    if hidden is not None:
+    if want_down and hidden is not None:
         d_down = torch.empty(down.shape, dtype=down.dtype, device=x.device)
         outer(d, hidden, offsets, order, d_down, gather_grad=True, gather_x=False)
-        hidden = None  # its memory is free for what follows
+    hidden = None  # its memory is free for what follows
     if want_down_bias and down_bias is not None:
         d_down_bias = _row_sum(d, weights, offsets, order, top_k, down_bias)
     if d_z is not None:
@@ -402,11 +381,10 @@ def experts_backward(
             d_x = torch.empty((T, H), **like)
             stacks = (gate_up,) if up is None else (gate_up, up)
             width = slot_columns(S, H, x.element_size())
-            wide = mirror_tile(S / E, x.element_size(), False, x.device)
             for first in range(0, H, width):
                 part = tuple(stack[:, :, first : first + width] for stack in stacks)
                 y = torch.empty((S, part[0].shape[2]), **like)
-                _mirror(d_z, part, offsets, order, y, wide, gather=False, slots=1)
+                mirror(d_z, part, offsets, order, y, tile, gather=False)
                 _slot_sum(y, None, inverse, offsets, top_k, d_x[:, first : first + width])
     found = (d_x, d_weights, d_gate_up, d_up, d_down, d_gate_up_bias, d_down_bias)
     return tuple(empty if t is None else t for t, empty in zip(found, none, strict=True))

@@ -54,13 +54,14 @@ def outer(
     """Launch the outer product into ``out`` ``[E, N, K]``, whose rows are dense."""
     E, N, K = out.shape
     S = order.shape[0]
+    # The compiler spends every other stage on the row numbers, which the loads of the rows wait for.
     tile = outer_tile(S / E, grad.element_size(), grad.device)
     divisors = (max(1, S // max(1, t.shape[0])) for t in (grad, x))
     launch(
         _outer_kernel, (E * triton.cdiv(N, tile.m) * triton.cdiv(K, tile.n),), grad, x, offsets, order, out, N, K,
         *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad, GATHER_X=gather_x,
-        PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m, BLOCK_K=tile.n, num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=PDL,
+        PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m, BLOCK_K=tile.n, num_warps=tile.warps,
+        num_stages=2 * tile.stages - 1, launch_pdl=PDL,
     )  # fmt: skip
 
 

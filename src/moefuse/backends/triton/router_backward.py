@@ -150,6 +150,11 @@ def _rule(routing: Routing, E: int, per_expert_scale: Tensor | None) -> dict[str
     }
 
 
+def _row_warps(routing: Routing, E: int) -> int:
+    """Slots times experts are held in registers: 64 of 1,024 would spill with fewer."""
+    return 4 if block_of(E) * block_of(routing.top_k, 1) <= 8192 else 16
+
+
 def _scale_gradient(parts: Tensor, ids: Tensor, per_expert_scale: Tensor) -> Tensor:
     S, E = parts.numel(), per_expert_scale.shape[0]
     blocks = triton.cdiv(S, _SLOTS)
@@ -170,7 +175,7 @@ def route_backward(
     launch(
         _route_backward_kernel, (T,), grad, logits, ids, contiguous(per_expert_scale), d_logits, parts, E,
         *logits.stride(), *grad.stride(), *ids.stride(), *rule_numbers(routing),
-        **_rule(routing, E, per_expert_scale), num_warps=4,
+        **_rule(routing, E, per_expert_scale), num_warps=_row_warps(routing, E),
     )  # fmt: skip
     if per_expert_scale is None:
         return d_logits, logits.new_empty(0)
@@ -296,7 +301,8 @@ def gate_backward(
         _gate_rows_kernel, (T,), d_weights, x, raw, contiguous(logit_bias), ids, contiguous(per_expert_scale), d_logits,
         parts, inverse_rms, H, E, raw.shape[0], *x.stride(), *d_weights.stride(), *ids.stride(), eps,
         *rule_numbers(routing), HAS_NORM=norm is not None, HAS_LOGIT_BIAS=logit_bias is not None,
-        **_rule(routing, E, per_expert_scale), BLOCK_H=row_block, num_warps=row_warps,
+        **_rule(routing, E, per_expert_scale), BLOCK_H=row_block,
+        num_warps=max(row_warps, _row_warps(routing, E)),
     )  # fmt: skip
     d_x, d_weight, d_norm = (x.new_empty(0) for _ in range(3))
     if want_weight:

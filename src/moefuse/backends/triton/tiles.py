@@ -86,8 +86,8 @@ def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Til
 # The backward's tiles are not measured yet: they follow the forward's of the same height.
 
 
-def mirror_tile(rows_per_expert: float, itemsize: int, epilogue: bool, device: torch.device) -> Tile:
-    """The tile of a product with a mirrored weight; the one that goes through the activation's slopes is narrower."""
+def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
+    """The tile of a product with a mirrored weight."""
     if INTERPRETED:
         return Tile(16, 32, 32, 4, 1)
     engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -98,7 +98,7 @@ def mirror_tile(rows_per_expert: float, itemsize: int, epilogue: bool, device: t
     elif rows_per_expert <= 96:
         tile = Tile(64, 128, 64, 4, 4, engine)
     else:
-        tile = Tile(128, 128, 64, 8, 4, engine) if epilogue else Tile(128, 256, 64, 8, 4, engine)
+        tile = Tile(128, 256, 64, 8, 4, engine)
     return _fitted(tile, itemsize, False, device)
 
 
