@@ -34,6 +34,7 @@ struct Weight {
   int64_t stride_n = 0;
   bool exact = false;  // blocks: activations stay in f32
 
+  Dtype dtype() const { return static_cast<Dtype>(type); }  // of numbers, not of blocks
   explicit operator bool() const { return data != nullptr; }
 };
 
@@ -119,6 +120,7 @@ struct ExpertsArgs {
   bool gated;
   bool interleaved;
   Tail tail;
+  Output z;  // [S, 2 I] or [S, I], or absent: expert-major pre-activations in the layout, rows without an expert zero
 };
 
 void experts(const ExpertsArgs& args, int threads);

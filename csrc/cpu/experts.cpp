@@ -7,6 +7,7 @@
 //   finish y, weights, tail -> out [T, H], normed [T, H]              tasks: tokens
 // Hidden rows stand in expert-major order, y rows in slot order.
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "combine.h"
@@ -83,8 +84,13 @@ class Layer {
     auto up = [this](int64_t task, int64_t next, int) { this->up(task, next); };
     auto down = [this](int64_t task, int64_t next, int) { this->down(task, next); };
     auto finish = [this](int64_t t, int64_t, int worker) { this->finish(t, rows_ + worker * a_.H); };
+    auto clear = [this](int64_t task, int64_t, int) {
+      int64_t width = a_.I * gate_up_.rows_per_column();
+      std::memset(row_of(a_.z, up_grid_.rows() + task, width), 0, static_cast<size_t>(width * size_of(a_.z.dtype)));
+    };
+    int64_t without_expert = a_.z ? a_.T * a_.top_k - up_grid_.rows() : 0;
     run_phases({pack_phase(a_.x, a_.T, x_), pack_phase(a_.x, packs_twice() ? a_.T : 0, up_x_),
-                {up_grid_.tasks(), up}, {down_grid_.tasks(), down}, {a_.T, finish}},
+                {up_grid_.tasks(), up}, {without_expert, clear}, {down_grid_.tasks(), down}, {a_.T, finish}},
                threads_);
   }
 
@@ -120,9 +126,27 @@ class Layer {
     for (int64_t m = 0; m < c.rows; ++m) {
       float* z = ws.z + m * width;
       for (int64_t n = 0; a_.gate_up_bias && n < width; ++n) z[n] += biases[n];
+      if (a_.z) keep(c, c.row + m, z);
       kernels().activate(a_.act, z, a_.gated ? z + c.columns : nullptr, h, c.columns);
       hidden_.format->pack(Dtype::f32, h, c.columns, padded, hidden_.row(c.row + m) + hidden_.offset(c.column));
     }
+  }
+
+  // Writes the pre-activations of one row: gate columns, then up columns.
+  void keep(const Cell& c, int64_t p, const float* z) {
+    char* row = row_of(a_.z, p, a_.I * gate_up_.rows_per_column());
+    int64_t bytes = size_of(a_.z.dtype);
+    if (a_.gated && a_.interleaved) {
+      float both[2 * kMaxColumns];
+      for (int64_t n = 0; n < c.columns; ++n) {
+        both[2 * n] = z[n];
+        both[2 * n + 1] = z[c.columns + n];
+      }
+      kernels().encode(both, a_.z.dtype, row + 2 * c.column * bytes, 2 * c.columns);
+      return;
+    }
+    kernels().encode(z, a_.z.dtype, row + c.column * bytes, c.columns);
+    if (a_.gated) kernels().encode(z + c.columns, a_.z.dtype, row + (a_.I + c.column) * bytes, c.columns);
   }
 
   void down(int64_t task, int64_t next) {

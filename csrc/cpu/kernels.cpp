@@ -12,6 +12,8 @@
 
 #include "dots.h"
 #include "mathfn.h"
+#include "panels.h"
+#include "slopes.h"
 
 // Which build of quants.cpp the table takes: AVX-512 has none of its own.
 #ifdef __AVX2__
@@ -160,29 +162,17 @@ float sum_squares(const float* x, int64_t n) {
   return total;
 }
 
-void outer(const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t rows, int64_t n, int64_t k, float* acc,
-           int64_t lda) {
-  constexpr int kRows = 4;
-  constexpr int kVecs = 2;
-  for (int64_t i = 0; i < n; i += kRows) {
-    for (int64_t j = 0; j < k; j += kVecs * kLanes) {
-      Vec sums[kRows][kVecs];
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) sums[r][v] = load(acc + (i + r) * lda + j + v * kLanes);
-      }
-      for (int64_t p = 0; p < rows; ++p) {
-        Vec in[kVecs];
-        for (int v = 0; v < kVecs; ++v) in[v] = load(x + p * ldx + j + v * kLanes);
-        for (int r = 0; r < kRows; ++r) {
-          Vec scale = splat(g[p * ldg + i + r]);
-          for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(scale, in[v], sums[r][v]);
-        }
-      }
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) store(acc + (i + r) * lda + j + v * kLanes, sums[r][v]);
-      }
-    }
+float dot(const float* x, const float* y, int64_t n) {
+  Vec acc[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) acc[j] = fma(load(x + i + j * kLanes), load(y + i + j * kLanes), acc[j]);
   }
+  float sums[4];
+  sum4(acc, sums);
+  float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (; i < n; ++i) total = madd(x[i], y[i], total);
+  return total;
 }
 
 #define MOEFUSE_TEXT(x) #x
@@ -208,6 +198,8 @@ extern const Kernels kKernels = {
     activate,
     scores,
     outer,
+    slopes,
+    dot,
 };
 
 }  // namespace moefuse::MOEFUSE_ISA

@@ -3,11 +3,13 @@
 // A tensor is (address, dtype code), a weight (address, type code, expert stride, row stride, exact) with strides in
 // bytes, (0, 0, ..) when absent; the codes are those of Dtype and WeightType. The Python side keeps the tensors alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
+#include "training.h"
 
 namespace nb = nanobind;
 using namespace moefuse;
@@ -21,6 +23,8 @@ using WeightArg = std::tuple<Address, int, int64_t, int64_t, bool>;
 using TailArg = std::tuple<TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, float, TensorArg, TensorArg>;
 // top_k, score, renormalize, scale, groups, top_groups, top2_sum, softcap, norm_floor, renormalize_after_scale
 using RoutingArg = std::tuple<int64_t, int, bool, float, int64_t, int64_t, bool, float, float, bool>;
+template <size_t N>
+using OutputArgs = std::array<TensorArg, N>;
 // kind, alpha, limit
 using ActivationArg = std::tuple<int, float, float>;
 
@@ -129,11 +133,85 @@ NB_MODULE(_core, m) {
       "experts",
       [](TensorArg x, Address ids, bool wide, TensorArg weights, WeightArg gate_up, WeightArg up, WeightArg down,
          TensorArg gate_up_bias, TensorArg down_bias, Address offsets, Address order, int64_t T, int64_t top_k,
-         int64_t E, int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, TailArg t, int threads) {
+         int64_t E, int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, TailArg t, TensorArg z,
+         int threads) {
         experts({tensor(x), {at<const void>(ids), wide}, tensor(weights), weight(gate_up), weight(up), weight(down),
                  tensor(gate_up_bias), tensor(down_bias), buckets(offsets, order), T, top_k, E, H, I, activation(act),
-                 gated, interleaved, tail(t)},
+                 gated, interleaved, tail(t), output(z)},
                 threads);
+      },
+      Release());
+
+  m.def(
+      "glu_backward",
+      [](TensorArg grad, TensorArg gate, TensorArg up, int64_t rows, int64_t I, ActivationArg act, bool gated,
+         bool interleaved, TensorArg d_gate, TensorArg d_up, int threads) {
+        glu_backward(tensor(grad), tensor(gate), tensor(up), rows, I, activation(act), gated, interleaved,
+                     output(d_gate), output(d_up), threads);
+      },
+      Release());
+
+  m.def(
+      "tail_backward",
+      [](TensorArg d_out, TensorArg d_normed, TensorArg total, TensorArg shared, TensorArg shared_gate,
+         TensorArg shared_logit, TensorArg norm_weight, float eps, int64_t T, int64_t H, OutputArgs<5> out,
+         int threads) {
+        tail_backward({tensor(d_out), tensor(d_normed), tensor(total), tensor(shared), tensor(shared_gate),
+                       tensor(shared_logit), tensor(norm_weight), eps, T, H, output(out[0]), output(out[1]),
+                       output(out[2]), output(out[3]), output(out[4])},
+                      threads);
+      },
+      Release());
+
+  m.def(
+      "combine_backward",
+      [](TensorArg d, TensorArg y, TensorArg weights, Address inverse, int64_t T, int64_t top_k, int64_t H,
+         TensorArg d_y, TensorArg d_weights, int threads) {
+        combine_backward(tensor(d), tensor(y), tensor(weights), at<const int32_t>(inverse), T, top_k, H, output(d_y),
+                         output(d_weights), threads);
+      },
+      Release());
+
+  m.def(
+      "route_backward",
+      [](TensorArg grad, TensorArg logits, Address ids, TensorArg scale, int64_t T, int64_t E, RoutingArg r,
+         TensorArg d_logits, TensorArg d_scale, int threads) {
+        route_backward(tensor(grad), tensor(logits), at<const int32_t>(ids), tensor(scale), T, E, routing(r),
+                       output(d_logits), output(d_scale), threads);
+      },
+      Release());
+
+  m.def(
+      "gate_backward",
+      [](TensorArg d_weights, TensorArg d_normed, TensorArg x, WeightArg w, TensorArg norm_weight,
+         TensorArg logit_bias, TensorArg scale, Address ids, float eps, int64_t T, int64_t H, int64_t E, RoutingArg r,
+         OutputArgs<5> out, int threads) {
+        gate_backward({tensor(d_weights), tensor(d_normed), tensor(x), weight(w), tensor(norm_weight),
+                       tensor(logit_bias), tensor(scale), at<const int32_t>(ids), eps, T, H, E, routing(r),
+                       output(out[0]), output(out[1]), output(out[2]), output(out[3]), output(out[4])},
+                      threads);
+      },
+      Release());
+
+  m.def(
+      "grouped_linear_mirrored",
+      [](TensorArg x, int64_t x_rows, WeightArg w, TensorArg bias, Address offsets, Address order, int64_t S,
+         int64_t E, int64_t N, int64_t K, bool gather, bool scatter, TensorArg y, int threads) {
+        grouped_linear_mirrored(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order), S, E, N, K,
+                                gather, scatter, output(y), threads);
+      },
+      Release());
+
+  m.def(
+      "experts_backward",
+      [](TensorArg d, TensorArg x, TensorArg z, TensorArg weights, WeightArg gate_up, WeightArg up, WeightArg down,
+         TensorArg down_bias, Address offsets, Address order, Address inverse, int64_t T, int64_t top_k, int64_t E,
+         int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, OutputArgs<7> out, int threads) {
+        experts_backward({tensor(d), tensor(x), tensor(z), tensor(weights), weight(gate_up), weight(up), weight(down),
+                          tensor(down_bias), buckets(offsets, order), at<const int32_t>(inverse), T, top_k, E, H, I,
+                          activation(act), gated, interleaved, output(out[0]), output(out[1]), output(out[2]),
+                          output(out[3]), output(out[4]), output(out[5]), output(out[6])},
+                         threads);
       },
       Release());
 }

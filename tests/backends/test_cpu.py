@@ -75,6 +75,23 @@ def test_the_same_bits_whatever_the_threads(isa: str, dtype: torch.dtype, T: int
     assert all(torch.equal(results[0], other) for other in results[1:]), isa
 
 
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.usefixtures("threads")
+def test_the_same_gradients_whatever_the_threads(isa: str, dtype: torch.dtype, T: int) -> None:
+    """More rows per expert than a block of the products, and more columns."""
+    made = layer(T, 3, 300, 290, 3, dtype)
+    leaves = {name: t.requires_grad_() for name, t in made.items() if t.is_floating_point()}
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        out = torch.cat(moefuse.experts(**made, backend="cpu"), -1)
+        results.append(torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), isa
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     made = layer(40, 6, 128, 64, 2, torch.bfloat16)
     whole = run_layer(made)

@@ -7,11 +7,13 @@ import moefuse
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
 
-EMULATED = [target for target in cases.runnable(emulated=True) if target not in cases.runnable()]
+EMULATED = [t for t in cases.runnable(emulated=True) if t[0] == "triton" and t not in cases.runnable()]
 #: thousands of interpreted programs each
 LONG = {"plan/many", "route/e1000", "gate/many", "experts/prefill"}
 #: of the experts in blocks, these stand for all in the short run; every format has its own product there
 IN_BLOCKS = {"experts/mixed", "experts/mixed_plain", "experts/mxfp4_gpt_oss"}
+#: gradients of the rest take minutes; tests/backends/test_triton_training.py has small ones
+SHORT_GRADIENTS = {"route", "glu", "combine", "grouped_linear"}
 
 
 def long(case: cases.Case, dtype: torch.dtype) -> bool:
@@ -22,7 +24,7 @@ def long(case: cases.Case, dtype: torch.dtype) -> bool:
 
 
 def rows(slow: bool) -> list:
-    """The whole table: forward in float32 by default, the rest in the long run."""
+    """The whole table: float32 by default, with the gradients of some, and the rest in the long run."""
     return [
         pytest.param(case, dtype, *target, id=f"{target[0]}-{case.id}-{str(dtype)[6:]}")
         for target in EMULATED
@@ -33,14 +35,14 @@ def rows(slow: bool) -> list:
 
 
 @pytest.mark.parametrize(("case", "dtype", "backend", "device"), rows(slow=False))
-def test_forward(case, dtype, backend, device, rng) -> None:
-    outcome = cases.run(case, dtype, backend, device, rng.initial_seed(), gradients=False)
+def test_case(case, dtype, backend, device, rng) -> None:
+    outcome = cases.run(case, dtype, backend, device, rng.initial_seed(), gradients=case.op in SHORT_GRADIENTS)
     assert outcome.passed, outcome.describe()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype", "backend", "device"), rows(slow=True))
-def test_forward_at_length(case, dtype, backend, device, rng) -> None:
+def test_case_at_length(case, dtype, backend, device, rng) -> None:
     outcome = cases.run(case, dtype, backend, device, rng.initial_seed())
     assert outcome.passed, outcome.describe()
 

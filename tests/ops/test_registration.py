@@ -57,6 +57,21 @@ def expert_inputs(apart=False):
     return rand(T, H), IDS, rand(T, K), *stacks, rand(E, H, I), rand(E, 2 * I), rand(E, H), None, None, None
 
 
+def planned(apart=False):
+    """What the differentiable form takes: the plan is always there."""
+    plan = moefuse.plan(IDS, E, backend="reference")
+    return *expert_inputs(apart)[:8], plan.offsets, plan.order, plan.inverse
+
+
+def tracked(values):
+    return tuple(v.requires_grad_() if v is not None and v.is_floating_point() else v for v in values)
+
+
+def backward_inputs(apart=False):
+    x, _, weights, gate_up, up, down, gate_up_bias, down_bias, *plan = planned(apart)
+    return rand(T, H), x, rand(T * K, 2 * I), weights, gate_up, up, down, gate_up_bias, down_bias, *plan
+
+
 #: name of the op, then what is special about the call -> arguments without the backend, which comes last
 CALLS = {
     "route": lambda: (grad(T, E), None, grad(E), *RULE),
@@ -70,10 +85,13 @@ CALLS = {
     "gate strided": lambda: (
         turned(T, H).requires_grad_(), turned(E, H).requires_grad_(), grad(H), None, None, None, 1e-6, True, *RULE),
     "gate_backward": lambda: (
-        rand(T, K), rand(T, H), rand(T, H), rand(E, H), rand(H), rand(E), rand(E), FOUND, 1e-6, *RULE),
-    "gate_backward plain": lambda: (rand(T, K), None, rand(T, H), rand(E, H), None, None, None, FOUND, 1e-6, *RULE),
+        rand(T, K), rand(T, H), rand(T, H), rand(E, H), rand(H), rand(E), rand(E), FOUND, 1e-6, True, True, *RULE),
+    "gate_backward plain": lambda: (
+        rand(T, K), None, rand(T, H), rand(E, H), None, None, None, FOUND, 1e-6, True, False, *RULE),
+    "gate_backward router": lambda: (
+        rand(T, K), None, rand(T, H), rand(E, H), rand(H), None, None, FOUND, 1e-6, False, True, *RULE),
     "gate_backward strided": lambda: (
-        rand(T, K), turned(T, H), turned(T, H), turned(E, H), rand(H), None, rand(E), FOUND, 1e-6, *RULE),
+        rand(T, K), turned(T, H), turned(T, H), turned(E, H), rand(H), None, rand(E), FOUND, 1e-6, True, True, *RULE),
     "plan": lambda: (IDS, E),
     "plan int64": lambda: (IDS.long().T.contiguous().T, E),
     "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), *plan_parts(), True, True, None),
@@ -131,6 +149,16 @@ CALLS = {
         *PLAIN_STACKS),
     "experts_out sum": lambda: (
         *expert_inputs(), *tail(tracked=False, norm=False), *SILU, "halves", torch.zeros(T, H), None, *PLAIN_STACKS),
+    "experts_saving": lambda: (*tracked(planned()), *tail(tracked=True), *SILU, "halves"),
+    "experts_saving sum": lambda: (*planned(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves"),
+    "experts_backward": lambda: (*backward_inputs(), *SILU, "interleaved", [True] * 3 + [False] + [True] * 3),
+    "experts_backward apart": lambda: (*backward_inputs(apart=True), *SILU, "halves", [True] * 7),
+    "experts_backward frozen": lambda: (*backward_inputs(), *SILU, "halves", [True, True] + [False] * 5),
+    "experts_backward_reusing": lambda: (*backward_inputs(), *SILU, "halves", [True] * 3 + [False] + [True] * 3),
+    "tail_backward": lambda: (rand(T, H), rand(T, H), rand(T, H), rand(T, H), None, rand(T), rand(H), 1e-6),
+    "tail_backward gate": lambda: (rand(T, H), None, None, rand(T, H), rand(T), None, None, 1e-6),
+    "tail_backward strided": lambda: (
+        rand(T, H), turned(T, H), turned(T, H), turned(T, H), None, None, rand(H), 1e-6),
 }  # fmt: skip
 
 
@@ -160,7 +188,7 @@ def test_opcheck(name, target):
     """Schema, autograd registration, fake tensors (strides too), and aot dispatch with dynamic shapes."""
     backend, device = target
     op = name.split()[0]
-    if not has(backend, op.removesuffix("_out")):
+    if not has(backend, op.removesuffix("_out").removesuffix("_reusing")):
         pytest.skip(f"{backend} leaves {op} to the reference")
     arguments = tuple(moved(value, device) for value in CALLS[name]())
     specs = [value for value in arguments if isinstance(value, str) and value.partition(":")[0] in FORMATS]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.checks import FLOATS, check_tensor, widen
-from moefuse.ops.library import define
+from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
 from moefuse.types import LAYOUTS, Activation
 
@@ -267,4 +267,5 @@ _glu_backward = define(
     _glu_backward_kernel,
     reference=glu_backward_reference,
     fake=_glu_backward_fake,
+    backward=refuse_second_order("glu"),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.ops.checks import check_eps, check_float64, check_optional, check_tensor, widen
 from moefuse.ops.gate import norm_backward
-from moefuse.ops.library import define
+from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
 
 TAIL_SCHEMA = (
@@ -293,4 +293,5 @@ _combine_backward = define(
     _combine_backward_kernel,
     reference=combine_backward_reference,
     fake=_combine_backward_fake,
+    backward=refuse_second_order("combine"),
 )

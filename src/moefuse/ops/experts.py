@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.activation import (
-    ACTIVATION_SCHEMA,
-    activation_of,
-    check_activation,
-    check_layout,
-    flatten,
-    glu,
-    glu_reference,
-)
+from moefuse.ops.activation import activation_of, check_activation, check_layout, flatten, glu, glu_reference
 from moefuse.ops.checks import (
     INTEGERS,
     check_float64,
@@ -25,7 +17,8 @@ from moefuse.ops.checks import (
     check_weight,
     widen,
 )
-from moefuse.ops.combine import TAIL_SCHEMA, Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
+from moefuse.ops.combine import Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
+from moefuse.ops.experts_training import EXPERTS_SCHEMA, experts_saving, mask
 from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
 from moefuse.ops.library import define
@@ -94,15 +87,19 @@ def experts(
     check_tail("experts", tail, x.shape[0], x)
     stacks, specs = zip(*map(unwrap, (first, up, down)), strict=True)
     inputs = (x, weights, *stacks, gate_up_bias, down_bias, *tail[:5])
+    tracked = False
     if out is None and normed_out is None:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            if not torch.compiler.is_compiling():
-                select("experts", x, backend, specs)  # an explicit choice that cannot run is refused in this op's name
-            return _composed(
-                x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
-            )
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     else:
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
+    if tracked:
+        if not torch.compiler.is_compiling():
+            select("experts", x, backend, specs)  # an explicit choice that cannot run is refused in this op's name
+        plan = plan or make_plan(ids, down.shape[0], backend=backend)
+        if specs != (None, None, None):
+            return _through_blocks(
+                x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
+            )
     parts = (None, None, None) if plan is None else (plan.offsets, plan.order, plan.inverse)
     args = (
         x, ids, weights, *stacks, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
@@ -110,7 +107,7 @@ def experts(
     if out is not None:
         _experts_out(*args, out, normed_out, *specs, backend)
         return out if normed_out is None else (out, normed_out)
-    summed, normed = _experts(*args, *specs, backend)
+    summed, normed = experts_saving(*args, backend) if tracked else _experts(*args, *specs, backend)
     return summed if norm_weight is None else (summed, normed)
 
 
@@ -241,12 +238,7 @@ def check_stacks(
     check_float64(op, {"x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
 
 
-def _mask(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
-    """Weights with those of sentinel ids set to zero."""
-    return weights.masked_fill((ids < 0) | (ids >= num_experts), 0)
-
-
-def _composed(
+def _through_blocks(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -257,12 +249,11 @@ def _composed(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     layout: str,
-    plan: Plan | None,
+    plan: Plan,
     tail: Tail,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The differentiable composition of the parts."""
-    plan = plan or make_plan(ids, down.shape[0], backend=backend)
+    """The differentiable composition of the parts, for weights in blocks: gradients pass through them."""
     if up is None:
         z = grouped_linear(x, gate_up, plan, gather=True, scatter=False, bias=gate_up_bias, backend=backend)
         h = glu(z, activation, layout=layout, backend=backend)
@@ -274,7 +265,7 @@ def _composed(
         )
         h = glu(g, u, activation, backend=backend)
     y = grouped_linear(h, down, plan, gather=False, scatter=True, bias=down_bias, backend=backend)
-    return combine(y, _mask(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
+    return combine(y, mask(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
 
 
 def experts_reference(
@@ -313,7 +304,7 @@ def experts_reference(
         u = grouped_linear_reference(x, up, biases[1], offsets, order, True, False)
         h = glu_reference(g, u, activation, layout)
     y = grouped_linear_reference(h, down, down_bias, offsets, order, False, True)
-    masked = _mask(weights, ids, E)
+    masked = mask(weights, ids, E)
     combine_reference(y, masked, None, shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out)
 
 
@@ -338,20 +329,15 @@ def _experts_out_kernel(
     run(x, ids, weights, *stacks, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
 
 
-_SCHEMA = (
-    "Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, Tensor? offsets, Tensor? order, Tensor? inverse, "
-    f"{TAIL_SCHEMA}, {ACTIVATION_SCHEMA}, str layout"
-)
 _FORMATS = "str? gate_up_format, str? up_format, str? down_format"
 _experts = define(
-    f"experts({_SCHEMA}, {_FORMATS}, str? backend) -> (Tensor, Tensor)",
+    f"experts({EXPERTS_SCHEMA}, {_FORMATS}, str? backend) -> (Tensor, Tensor)",
     _experts_kernel,
     reference=experts_reference,
     fake=_experts_fake,
 )
 _experts_out = define(
-    f"experts_out({_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, {_FORMATS}, str? backend) -> ()",
+    f"experts_out({EXPERTS_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, {_FORMATS}, str? backend) -> ()",
     _experts_out_kernel,
     reference=None,
     fake=lambda *_: None,

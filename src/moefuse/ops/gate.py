@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.checks import check_eps, check_float64, check_optional, check_tensor, widen
-from moefuse.ops.library import define
+from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.route import (
     ROUTING_SCHEMA,
     check_routing,
@@ -123,14 +123,22 @@ def gate_backward_reference(
     per_expert_scale: Tensor | None,
     ids: Tensor,
     eps: float,
+    want_x: bool,
+    want_weight: bool,
     routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, norm_weight, logit_bias and per_expert_scale; empty where the input was None."""
+    """Gradients of x, weight, norm_weight, logit_bias and per_expert_scale; empty where the input was None.
+
+    ``want_x`` is for x and norm_weight, which share their work; a frozen router has no ``want_weight``.
+    """
     normed = _norm(x, norm_weight, eps)
     logits = _logits(normed, weight, logit_bias)
     d_logits, d_scale = route_backward_reference(d_weights, logits, ids, per_expert_scale, routing)
     d_logit_bias = x.new_empty(0) if logit_bias is None else d_logits.sum(0).to(logit_bias.dtype)
-    d_router = (d_logits.T @ normed).to(weight.dtype)
+    none = x.new_empty(0)
+    d_router = (d_logits.T @ normed).to(weight.dtype) if want_weight else none
+    if not want_x:
+        return none, d_router, none.clone(), d_logit_bias, d_scale
     d = d_logits @ widen(weight)
     if d_normed is not None:
         d = d + widen(d_normed)
@@ -168,16 +176,17 @@ def _gate_fake(
 
 
 def _gate_backward_kernel(d_weights: Tensor, d_normed: Any, x: Tensor, *rest: Any) -> Any:
-    *inputs, eps = rest[:6]
-    *rule, backend = rest[6:]
+    inputs, (*rule, backend) = rest[:8], rest[8:]
     run = select("gate_backward", x, backend).run
-    return run(d_weights, d_normed, x, *inputs, eps, routing_of(*rule))
+    return run(d_weights, d_normed, x, *inputs, routing_of(*rule))
 
 
 def _gate_backward_fake(
-    d_weights: Any, d_normed: Any, x: Tensor, weight: Tensor, norm: Any, logit_bias: Any, scale: Any, *_: Any
+    d_weights: Any, d_normed: Any, x: Tensor, weight: Tensor, norm: Any, logit_bias: Any, scale: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x, weight, norm, logit_bias, scale))
+    want_x, want_weight = rest[2:4]
+    like = (x if want_x else None, weight if want_weight else None, norm if want_x else None, logit_bias, scale)
+    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -189,13 +198,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_weights: Tensor, _: Any, d_normed: Tensor) -> tuple[Any, ...]:
     x, weight, norm_weight, logit_bias, scale, ids = ctx.saved_tensors
     backend = inherit("gate_backward", ctx.backend)
+    needs = ctx.needs_input_grad
+    want_x, want_weight = needs[0] or needs[2], needs[1]
     grads = _gate_backward(
-        d_weights, d_normed if ctx.wanted else None, x, weight, norm_weight, logit_bias, scale, ids, ctx.eps,
-        *ctx.rule, backend,
+        d_weights, d_normed if ctx.wanted else None, x, weight, norm_weight, logit_bias, scale, ids, ctx.eps, want_x,
+        want_weight, *ctx.rule, backend,
     )  # fmt: skip
-    inputs = (x, weight, norm_weight, logit_bias, scale)
+    asked = (needs[0], want_weight, needs[2], needs[4], needs[5])
     d_x, d_weight, d_norm, d_logit_bias, d_scale = (
-        None if t is None else grad for t, grad in zip(inputs, grads, strict=True)
+        grad if wanted else None for wanted, grad in zip(asked, grads, strict=True)
     )
     return d_x, d_weight, d_norm, None, d_logit_bias, d_scale, None, None, *(None for _ in ctx.rule), None
 
@@ -211,9 +222,10 @@ _gate = define(
 )
 _gate_backward = define(
     "gate_backward(Tensor d_weights, Tensor? d_normed, Tensor x, Tensor weight, Tensor? norm_weight, "
-    f"Tensor? logit_bias, Tensor? per_expert_scale, Tensor ids, float eps, {ROUTING_SCHEMA}, str? backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? logit_bias, Tensor? per_expert_scale, Tensor ids, float eps, bool want_x, bool want_weight, "
+    f"{ROUTING_SCHEMA}, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _gate_backward_kernel,
     reference=gate_backward_reference,
     fake=_gate_backward_fake,
+    backward=refuse_second_order("gate"),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, check_weight, widen
-from moefuse.ops.library import define
+from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
 from moefuse.quant.tensor import QuantTensor, unwrap, wrap
 from moefuse.types import Plan
@@ -243,4 +243,5 @@ _grouped_outer = define(
     _grouped_outer_kernel,
     reference=grouped_outer_reference,
     fake=_grouped_outer_fake,
+    backward=refuse_second_order("grouped_outer"),
 )

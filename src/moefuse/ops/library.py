@@ -15,18 +15,32 @@ _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bo
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
 
 
+def untraced(args: tuple[Any, ...]) -> bool:
+    """Whether no tracing and no transform watches a call with these arguments."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    return _PLAIN_TYPES.issuperset(map(type, args))
+
+
 def _is_plain_eager(args: tuple[Any, ...]) -> bool:
     """Whether nothing watches this call: no tracing, no transform, no gradient.
 
     The dispatcher costs 13 to 30 us a call in Python, as much as a decode step's kernels; such a call skips it.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    if not _PLAIN_TYPES.issuperset(map(type, args)):
+    if not untraced(args):
         return False
     return not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def refuse_second_order(op: str) -> Callable[..., Any]:
+    """The backward of a backward piece: an error that says so, where torch would go on with missing gradients."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{op}: second derivatives are not supported, got a backward pass through its gradient")
+
+    return backward
 
 
 def define(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
-from moefuse.ops.library import define
+from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
 from moefuse.types import MAX_EXPERTS, Routing
 
@@ -251,4 +251,5 @@ _route_backward = define(
     _route_backward_kernel,
     reference=route_backward_reference,
     fake=_route_backward_fake,
+    backward=refuse_second_order("route"),
 )

@@ -64,6 +64,12 @@ def address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def wanted_like(inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[tuple[int, int]]]:
+    """A dense result like each input, empty for None, and the results as the C++ side takes them."""
+    found = tuple(torch.empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype) for t in inputs)
+    return found, [_ABSENT if t is None else tensor_arg(out) for t, out in zip(inputs, found, strict=True)]
+
+
 @functools.cache
 def routing_arg(routing: Routing) -> tuple[Any, ...]:
     return (

@@ -20,3 +20,18 @@ def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str)
         activation.gated, layout == "interleaved", tensor_arg(out), _native.threads(),
     )  # fmt: skip
     return out
+
+
+def glu_backward(
+    grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
+) -> tuple[Tensor, Tensor]:
+    grad, gate_up, up = dense(grad), dense(gate_up), dense(up)
+    I = grad.shape[-1]
+    d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype)
+    d_up = torch.empty(0 if up is None else up.shape, dtype=gate_up.dtype)
+    _native.core.glu_backward(
+        tensor_arg(grad), tensor_arg(gate_up), tensor_arg(up), grad.numel() // max(I, 1), I,
+        activation_arg(activation), activation.gated, layout == "interleaved", tensor_arg(d_gate_up), tensor_arg(d_up),
+        _native.threads(),
+    )  # fmt: skip
+    return d_gate_up, d_up

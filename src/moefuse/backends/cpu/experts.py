@@ -1,17 +1,27 @@
-"""experts on the CPU: the whole expert MLP, with combine and tail, in one call."""
+"""experts on the CPU: the whole expert MLP, with combine and tail, in one call; its backward in another."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import activation_arg, address, dense, rows_dense, tensor_arg, weight_arg
+from moefuse.backends.cpu._native import (
+    activation_arg,
+    address,
+    dense,
+    rows_dense,
+    tensor_arg,
+    wanted_like,
+    weight_arg,
+)
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
-def experts(
+def experts_saving(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -33,6 +43,7 @@ def experts(
     layout: str,
     out: Tensor,
     normed_out: Tensor | None,
+    z: Tensor | None,
 ) -> None:
     x, ids, weights, offsets, order = dense(x), dense(ids), dense(weights), dense(offsets), dense(order)
     gate_up, up, down = rows_dense(gate_up), rows_dense(up), rows_dense(down)
@@ -48,5 +59,44 @@ def experts(
         tensor_arg(x), ids.data_ptr(), ids.dtype == torch.int64, tensor_arg(weights), weight_arg(gate_up),
         weight_arg(up), weight_arg(down), tensor_arg(gate_up_bias), tensor_arg(down_bias), address(offsets),
         address(order), T, top_k, E, H, I, activation_arg(activation), activation.gated, layout == "interleaved",
-        tail, _native.threads(),
+        tail, tensor_arg(z), _native.threads(),
     )  # fmt: skip
+
+
+def experts(*args: Any) -> None:
+    """As `experts_saving`, and nothing is saved."""
+    arguments = (*args, None)
+    experts_saving(*arguments)
+
+
+def experts_backward(
+    d: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    activation: Activation,
+    layout: str,
+    wanted: list[bool],
+    reuse_z: bool,  # noqa: ARG001  # gradients of z are float32 here, and z may not be
+) -> tuple[Tensor, ...]:
+    d, x, z, weights, down_bias = dense(d), dense(x), dense(z), dense(weights), dense(down_bias)
+    gate_up, up, down = rows_dense(gate_up), rows_dense(up), rows_dense(down)
+    offsets, order, inverse = dense(offsets), dense(order), dense(inverse)
+    inputs = (x, weights, gate_up, up, down, gate_up_bias, down_bias)
+    found, out = wanted_like(tuple(t if want else None for t, want in zip(inputs, wanted, strict=True)))
+    T, top_k = weights.shape
+    E, H, I = down.shape
+    _native.core.experts_backward(
+        tensor_arg(d), tensor_arg(x), tensor_arg(z), tensor_arg(weights), weight_arg(gate_up), weight_arg(up),
+        weight_arg(down), tensor_arg(down_bias), offsets.data_ptr(), order.data_ptr(), inverse.data_ptr(), T, top_k,
+        E, H, I, activation_arg(activation), activation.gated, layout == "interleaved", out, _native.threads(),
+    )  # fmt: skip
+    return found

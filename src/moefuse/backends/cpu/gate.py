@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense, routing_arg, rows_dense, tensor_arg, weight_arg
+from moefuse.backends.cpu._native import dense, routing_arg, rows_dense, tensor_arg, wanted_like, weight_arg
 from moefuse.types import Routing
 
 
@@ -33,3 +33,34 @@ def gate(
         ids.data_ptr(), tensor_arg(normed if return_normed else None), _native.threads(),
     )  # fmt: skip
     return weights, ids, normed
+
+
+def gate_backward(
+    d_weights: Tensor,
+    d_normed: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    logit_bias: Tensor | None,
+    per_expert_scale: Tensor | None,
+    ids: Tensor,
+    eps: float,
+    want_x: bool,
+    want_weight: bool,
+    routing: Routing,
+) -> tuple[Tensor, ...]:
+    d_weights, d_normed, x, weight = dense(d_weights), dense(d_normed), dense(x), rows_dense(weight)
+    norm_weight, logit_bias = dense(norm_weight), dense(logit_bias)
+    per_expert_scale, ids = dense(per_expert_scale), dense(ids)
+    found, out = wanted_like(
+        (
+            x if want_x else None, weight if want_weight else None, norm_weight if want_x else None, logit_bias,
+            per_expert_scale,
+        )
+    )  # fmt: skip
+    _native.core.gate_backward(
+        tensor_arg(d_weights), tensor_arg(d_normed), tensor_arg(x), weight_arg(weight), tensor_arg(norm_weight),
+        tensor_arg(logit_bias), tensor_arg(per_expert_scale), ids.data_ptr(), eps, *x.shape, weight.shape[0],
+        routing_arg(routing), out, _native.threads(),
+    )  # fmt: skip
+    return found

@@ -19,11 +19,16 @@ def grouped_linear(
     gather: bool,
     scatter: bool,
 ) -> Tensor:
-    x, weight, bias, offsets, order = dense(x), rows_dense(weight), dense(bias), dense(offsets), dense(order)
-    E, N, K = weight.shape
+    # The mirror image of a dense stack, as a backward pass asks for it, is read as it lies.
+    mirrored = isinstance(weight, Tensor) and weight.stride(-1) != 1 and weight.stride(-2) == 1
+    weight = weight.transpose(1, 2) if mirrored else rows_dense(weight)
+    x, bias, offsets, order = dense(x), dense(bias), dense(offsets), dense(order)
+    (E, N), K = weight.shape[:2], x.shape[1]
+    N = weight.shape[2] if mirrored else N
     S = order.shape[0]
     y = torch.empty((S, N), dtype=x.dtype)
-    _native.core.grouped_linear(
+    run = _native.core.grouped_linear_mirrored if mirrored else _native.core.grouped_linear
+    run(
         tensor_arg(x), x.shape[0], weight_arg(weight), tensor_arg(bias), offsets.data_ptr(), order.data_ptr(),
         S, E, N, K, gather, scatter, tensor_arg(y), _native.threads(),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense, routing_arg, tensor_arg
+from moefuse.backends.cpu._native import dense, routing_arg, tensor_arg, wanted_like
 from moefuse.types import Routing
 
 
@@ -22,3 +22,15 @@ def route(
         weights.data_ptr(), ids.data_ptr(), _native.threads(),
     )  # fmt: skip
     return weights, ids
+
+
+def route_backward(
+    grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, ...]:
+    grad, logits, ids, per_expert_scale = dense(grad), dense(logits), dense(ids), dense(per_expert_scale)
+    found, out = wanted_like((logits, per_expert_scale))
+    _native.core.route_backward(
+        tensor_arg(grad), tensor_arg(logits), ids.data_ptr(), tensor_arg(per_expert_scale), *logits.shape,
+        routing_arg(routing), *out, _native.threads(),
+    )  # fmt: skip
+    return found

@@ -23,10 +23,17 @@ _HOMES = {
     "gate": "gate",
     "plan": "plan",
     "grouped_linear": "grouped_linear",
-    "grouped_outer": "grouped_linear",
+    "grouped_outer": "outer",
     "glu": "activation",
     "combine": "combine",
     "experts": "experts",
+    "experts_saving": "experts_backward",
+    "experts_backward": "experts_backward",
+    "glu_backward": "activation",
+    "combine_backward": "combine_backward",
+    "tail_backward": "combine_backward",
+    "route_backward": "router_backward",
+    "gate_backward": "router_backward",
 }
 
 

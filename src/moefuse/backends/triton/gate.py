@@ -192,6 +192,22 @@ def gate(
             launch_pdl=PDL,
         )  # fmt: skip
         return weights, ids, normed
+    row_block = block_of(H)
+    logits = raw_logits(x, weight, norm)
+    launch(
+        _gate_route_kernel, (T,), x, norm, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H, E,
+        logits.shape[0], *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
+        num_warps=1 if row_block <= 2048 and E <= 256 else 4, launch_pdl=PDL,
+    )  # fmt: skip
+    return weights, ids, normed
+
+
+def raw_logits(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
+    """``[stretches, T, E]`` float32: x times the router weight and the norm weight, to be summed over stretches of H.
+
+    The norm's factor of each token is still to come, and so is the bias.
+    """
+    (T, H), E = x.shape, weight.shape[0]
     parts, dtype = _parts(x, weight, norm)
     folded = torch.empty((parts, E, H), dtype=dtype, device=x.device)
     row_block = block_of(H)
@@ -202,7 +218,7 @@ def gate(
     )  # fmt: skip
     BLOCK_T, PART, BLOCK_H = (32, 64, 128) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card: split the sum over H when tokens and experts alone do not.
-    tiles = triton.cdiv(T, BLOCK_T) * triton.cdiv(E, PART)
+    tiles = max(1, triton.cdiv(T, BLOCK_T) * triton.cdiv(E, PART))
     stretches = max(1, min(triton.cdiv(H, 2 * BLOCK_H), 264 // tiles))
     length = triton.cdiv(triton.cdiv(H, stretches), BLOCK_H) * BLOCK_H
     stretches = triton.cdiv(H, length)
@@ -212,9 +228,4 @@ def gate(
         *x.stride(), PARTS=parts, PDL=PDL, BLOCK_T=BLOCK_T, PART=PART, BLOCK_H=BLOCK_H, num_warps=4, num_stages=4,
         launch_pdl=PDL,
     )  # fmt: skip
-    launch(
-        _gate_route_kernel, (T,), x, norm, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H, E,
-        stretches, *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
-        num_warps=1 if row_block <= 2048 and E <= 256 else 4, launch_pdl=PDL,
-    )  # fmt: skip
-    return weights, ids, normed
+    return logits

@@ -10,16 +10,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
-from moefuse.backends.triton.launch import INTERPRETED, PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
 @triton.jit
-def _find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+def find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Expert, first and last row of an M tile. Rows without an expert count as expert E; past the end: BLOCK_E."""
     e = tl.arange(0, BLOCK_E)
     start = tl.load(offsets_ptr + e, mask=e <= E, other=0)
@@ -65,12 +65,12 @@ def _block_sums(
 
 @triton.jit
 def _product_tile(
-    x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr,
+    x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr,
     expert, first, stop, column, E, N, K, divisor, w_rows, u_first,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
-    alpha, limit,
+    stride_zn, z_second, alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows first to first + BLOCK_M of one expert, columns from ``column``. Rows from stop on are not stored."""
@@ -80,6 +80,7 @@ def _product_tile(
     n = column + tl.arange(0, BLOCK_N)
     inside = n < N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if expert < E:
         stack = expert.to(tl.int64)
         row = (s // divisor if GATHER else p).to(tl.int64)
@@ -122,8 +123,13 @@ def _product_tile(
             acc += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if KIND != "":
-            acc = activate(acc, up, KIND, GATED, alpha, limit)
+    if SAVE:
+        z_ptrs = z_ptr + p.to(tl.int64)[:, None] * (N * (1 + GATED)) + n[None, :] * stride_zn
+        tl.store(z_ptrs, acc.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        if GATED:
+            tl.store(z_ptrs + z_second, up.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    if KIND != "":
+        acc = activate(acc, up, KIND, GATED, alpha, limit)
     to = (s if SCATTER else p).to(tl.int64)
     out_ptrs = out_ptr + to[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
@@ -132,12 +138,12 @@ def _product_tile(
 @triton.jit(do_not_specialize=["S", "divisor"])
 def _grouped_kernel(
     x_ptr, w_ptr, u_ptr, x_desc, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, offsets_ptr, order_ptr, out_ptr,
-    S, E, N, K, divisor, w_rows, u_first,
+    z_ptr, S, E, N, K, divisor, w_rows, u_first,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
-    alpha, limit,
+    stride_zn, z_second, alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, FILL: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, SAVE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A [BLOCK_M, BLOCK_N] tile of one expert's product. w holds gate (or only) rows, u up rows when GATED.
@@ -145,6 +151,7 @@ def _grouped_kernel(
     W_FORMAT, U_FORMAT: "" for numbers, or the format of the blocks that w and u point to, with strides in bytes.
 
     HALVES: an expert's last tile is half as high where that is enough.
+    SAVE: pre-activations go to z, gate columns and z_second further up columns, stride_zn apart.
     X_TMA, W_TMA: whole tiles come through the copy engine. Rows past an expert's end are then its neighbour's, and
     never stored.
     Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
@@ -152,27 +159,28 @@ def _grouped_kernel(
     wait(PDL)
     launch_dependents(PDL)
     columns = tl.cdiv(N, BLOCK_N)
-    expert, first, stop = _find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
+    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
     if expert > E - 1 + FILL:
         return
     column = (tl.program_id(0) % columns) * BLOCK_N
     if HALVES and stop - first <= BLOCK_M // 2:
         _product_tile(
-            x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
-            stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
-            stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
-            W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
+            first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
+            stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
+            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, BLOCK_M // 2, BLOCK_N,
+            BLOCK_K,
         )  # fmt: skip
     else:
         _product_tile(
-            x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, expert, first,
-            stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
-            stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit, GATHER, SCATTER, KIND, GATED, X_TMA,
-            W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
+            first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
+            stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
+            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
-def _most_tiles(S: int, E: int, BLOCK_M: int) -> int:
+def most_tiles(S: int, E: int, BLOCK_M: int) -> int:
     """No plan of S assignments to E experts has more M tiles, those without an expert counted."""
     return min(S, S // BLOCK_M + E + 1)
 
@@ -219,6 +227,11 @@ def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tup
     return bias[:, ::2], bias[:, 1::2]
 
 
+def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
+    """How far apart the gate columns of a pre-activation are, and how far its up columns are from them."""
+    return (2, 1) if gated and layout == "interleaved" else (1, I)
+
+
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """A descriptor for [rows, columns] tiles of a matrix, where the copy engine can read it."""
     if t.stride(1) != 1 or (t.stride(0) * t.element_size()) % 16 or t.data_ptr() % 16:
@@ -262,8 +275,10 @@ def product(
     activation: Activation | None,
     out: Tensor,
     tile: Tile,
+    z: Tensor | None = None,
+    layout: str = "halves",
 ) -> None:
-    """Launch the grouped product into ``out`` ``[S, N]``."""
+    """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``."""
     S, N = out.shape
     E, K = offsets.shape[0] - 1, x.shape[1]
     (w, w_format), (u, u_format) = alike(*rows)
@@ -278,15 +293,14 @@ def product(
     gated = activation is not None and activation.gated
     strides = (0, 0) if bias is None else bias.stride()
     launch(
-        _grouped_kernel, (_most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
-        u_desc, bias, up_bias, offsets, order, out, S, E, N, K, max(1, S // max(1, x.shape[0])),
+        _grouped_kernel, (most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
+        u_desc, bias, up_bias, offsets, order, out, z, S, E, N, K, max(1, S // max(1, x.shape[0])),
         w.stride(0) // max(K, 1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
-        1.0 if activation is None else activation.alpha, 1.0 if activation is None else activation.limit,
+        *z_columns(N, gated, layout), *activation_numbers(activation),
         GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
         X_TMA=x_desc is not None, W_TMA=w_desc is not None, W_FORMAT=w_format, U_FORMAT=u_format,
-        HAS_BIAS=bias is not None, HALVES=halves, PDL=PDL, BLOCK_M=tile.m,
-        BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=PDL,
+        HAS_BIAS=bias is not None, HALVES=halves, SAVE=z is not None, PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n,
+        BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps, num_stages=tile.stages, launch_pdl=PDL,
     )  # fmt: skip
 
 
@@ -305,46 +319,5 @@ def grouped_linear(
     product(
         x, (rows, rows), (bias, None), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
         out=out, tile=tile,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["divisor"])
-def _outer_kernel(
-    grad_ptr, x_ptr, offsets_ptr, order_ptr, out_ptr, N, K, divisor, stride_gm, stride_gn, stride_xm, stride_xk,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A [BLOCK_N, BLOCK_K] tile of one expert's weight gradient, rows summed in order. Grid: E, N tiles, K tiles."""
-    expert = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
-    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(begin, end, BLOCK_M):
-        p = start + tl.arange(0, BLOCK_M)
-        live = p < end
-        s = tl.load(order_ptr + p, mask=live, other=0)
-        grad_row = (s if SCATTER else p).to(tl.int64)
-        x_row = (s // divisor if GATHER else p).to(tl.int64)
-        # [BLOCK_N, BLOCK_M]
-        grad_ptrs = grad_ptr + grad_row[None, :] * stride_gm + n[:, None] * stride_gn
-        grad = tl.load(grad_ptrs, mask=live[None, :] & (n < N)[:, None], other=0.0)
-        # [BLOCK_M, BLOCK_K]
-        x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
-        x = tl.load(x_ptrs, mask=live[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(grad, x, acc, input_precision="ieee")
-    out_ptrs = out_ptr + expert * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
-
-
-def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
-    E, N, K, S = offsets.shape[0] - 1, grad.shape[1], x.shape[1], order.shape[0]
-    out = torch.empty((E, N, K), dtype=grad.dtype, device=grad.device)
-    BLOCK = 32 if INTERPRETED else 64
-    launch(
-        _outer_kernel, (E, triton.cdiv(N, BLOCK), triton.cdiv(K, BLOCK)), grad, x, offsets, order, out, N, K,
-        max(1, S // max(1, x.shape[0])), *grad.stride(), *x.stride(), GATHER=gather, SCATTER=scatter,
-        BLOCK_M=32, BLOCK_N=BLOCK, BLOCK_K=BLOCK, num_warps=4,
     )  # fmt: skip
     return out

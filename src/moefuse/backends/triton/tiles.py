@@ -74,6 +74,11 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
         tile = Tile(128, 128, 64, 8, 4, engine) if gated else Tile(128, 256, 64, 8, 4, engine)
     if itemsize == 4:
         tile = Tile(min(tile.m, 64), 64, 32, 4, 2)
+    return _fitted(tile, itemsize, gated, device)
+
+
+def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
+    """Fewer stages, then a shorter K, until the tile fits the card's shared memory."""
     limit = _shared_limit(device)
     while tile.shared_bytes(itemsize, gated) > limit:
         if tile.stages > 2:
@@ -97,3 +102,45 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
     return tile
+
+
+# The backward's tiles are not measured yet: they follow the forward's of the same height.
+
+
+def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
+    """The tile of a product with a mirrored weight."""
+    if INTERPRETED:
+        return Tile(16, 32, 32, 4, 1)
+    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if itemsize == 4:
+        tile = Tile(64, 64, 32, 4, 2)
+    elif rows_per_expert <= 32:
+        tile = Tile(32, 128, 64, 4, 4)
+    elif rows_per_expert <= 96:
+        tile = Tile(64, 128, 64, 4, 4, engine)
+    else:
+        tile = Tile(128, 256, 64, 8, 4, engine)
+    return _fitted(tile, itemsize, False, device)
+
+
+def outer_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
+    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time."""
+    if INTERPRETED:
+        return Tile(32, 32, 32, 4, 1)
+    if itemsize == 4:
+        tile = Tile(64, 64, 32, 4, 2)
+    elif rows_per_expert <= 32:
+        tile = Tile(128, 128, 32, 8, 2)
+    else:
+        tile = Tile(128, 256, 64, 8, 4)
+    return _fitted(tile, itemsize, False, device)
+
+
+#: bytes of slot rows held at once where a backward or a training forward sums over slots
+SLOT_BYTES = 80 << 20
+
+
+def slot_columns(S: int, H: int, itemsize: int) -> int:
+    """How many of H columns of slot rows are made at a time."""
+    fit = SLOT_BYTES // max(1, S * itemsize)
+    return H if fit >= H else max(256, fit // 256 * 256)

@@ -1,0 +1,71 @@
+"""The weight gradient on NVIDIA GPUs: per expert, the sum over its rows of an outer product."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefuse.backends.triton.launch import PDL, launch, launch_dependents, wait
+from moefuse.backends.triton.tiles import outer_tile
+
+
+@triton.jit(do_not_specialize=["grad_divisor", "x_divisor"])
+def _outer_kernel(
+    grad_ptr, x_ptr, offsets_ptr, order_ptr, out_ptr, N, K, grad_divisor, x_divisor,
+    stride_gm, stride_gn, stride_xm, stride_xk, stride_oe, stride_on,
+    GATHER_GRAD: tl.constexpr, GATHER_X: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A [BLOCK_N, BLOCK_K] tile of one expert's gradient, rows summed in order.
+
+    A gathered operand's row is the assignment over its divisor: a token, or the slot itself.
+    Grid: experts, N tiles, K tiles, the last fastest: an expert's rows stay in the second-level cache.
+    """
+    wait(PDL)
+    launch_dependents(PDL)
+    columns, lines = tl.cdiv(K, BLOCK_K), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    expert = (pid // (columns * lines)).to(tl.int64)
+    n = pid // columns % lines * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = pid % columns * BLOCK_K + tl.arange(0, BLOCK_K)
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    grad_ptrs = grad_ptr + n[None, :] * stride_gn
+    x_ptrs = x_ptr + k[None, :] * stride_xk
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        p = start + tl.arange(0, BLOCK_M)
+        live = p < end
+        s = tl.load(order_ptr + p, mask=live, other=0)
+        grad_row = (s // grad_divisor if GATHER_GRAD else p).to(tl.int64)
+        x_row = (s // x_divisor if GATHER_X else p).to(tl.int64)
+        # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_K]; both are masked, as 0 times a neighbour's NaN would show.
+        grad = tl.load(grad_ptrs + grad_row[:, None] * stride_gm, mask=live[:, None] & (n < N)[None, :], other=0.0)
+        x = tl.load(x_ptrs + x_row[:, None] * stride_xm, mask=live[:, None] & (k < K)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(grad), x, acc, input_precision="ieee")
+    out_ptrs = out_ptr + expert * stride_oe + n.to(tl.int64)[:, None] * stride_on + k[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def outer(
+    grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, out: Tensor, *, gather_grad: bool, gather_x: bool
+) -> None:
+    """Launch the outer product into ``out`` ``[E, N, K]``, whose rows are dense."""
+    E, N, K = out.shape
+    S = order.shape[0]
+    # The compiler spends every other stage on the row numbers, which the loads of the rows wait for.
+    tile = outer_tile(S / E, grad.element_size(), grad.device)
+    divisors = (max(1, S // max(1, t.shape[0])) for t in (grad, x))
+    launch(
+        _outer_kernel, (E * triton.cdiv(N, tile.m) * triton.cdiv(K, tile.n),), grad, x, offsets, order, out, N, K,
+        *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad, GATHER_X=gather_x,
+        PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m, BLOCK_K=tile.n, num_warps=tile.warps,
+        num_stages=2 * tile.stages - 1, launch_pdl=PDL,
+    )  # fmt: skip
+
+
+def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
+    out = torch.empty((offsets.shape[0] - 1, grad.shape[1], x.shape[1]), dtype=grad.dtype, device=grad.device)
+    outer(grad, x, offsets, order, out, gather_grad=scatter, gather_x=gather)
+    return out

@@ -1,0 +1,124 @@
+"""The Triton backward kernels without a GPU: in the interpreter, against float64, the whole and each piece."""
+
+import pytest
+import torch
+from ops import oracle, test_seeds
+from ops.test_training import F16, agree, gradients, make
+
+import moefuse
+from moefuse import Activation
+from moefuse.testing import cases
+from moefuse.types import ACTIVATION_KINDS
+
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+pytestmark = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+
+
+def compare(given, rule, target, tolerance=oracle.GRADIENT):
+    want = gradients(given, rule, "reference", dtype=torch.float64)
+    agree(gradients(given, rule, *target), want, tolerance)
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("form", ["halves", "interleaved", "apart", "ungated"])
+def test_every_activation_and_layout(target, rng, kind, form):
+    activation = Activation(kind, gated=form != "ungated", limit=30.0)
+    layout = "interleaved" if form == "interleaved" else "halves"
+    compare(*make(rng, 5, 3, activation=activation, layout=layout, apart=form == "apart"), target)
+
+
+@pytest.mark.parametrize(("T", "E", "H", "I", "top_k"), [(1, 4, 32, 16, 2), (40, 3, 33, 65, 3), (4, 9, 70, 9, 3)])
+def test_sizes(target, rng, T, E, H, I, top_k):
+    compare(*make(rng, T, E, H, I, top_k), target)
+
+
+def test_float16(target, rng):
+    compare(*make(rng, 20, 4, 64, 48, 3, torch.float16), target, F16)
+
+
+def test_some_columns_at_a_time(target, rng, monkeypatch):
+    """What is summed over slots is made in stretches when it would be large, with and without a tail to follow."""
+    from moefuse.backends.triton import experts_backward
+
+    given, rule = make(rng, 7, 4, 40, 16, 3)
+    whole = gradients(given, rule, *target)
+    tail = {"residual": oracle.normal(rng, 7, 40), "norm_weight": oracle.uniform(rng, 40)}
+    tailed = run_with_tail(given, rule, tail, target)
+    monkeypatch.setattr(experts_backward, "slot_columns", lambda *_: 16)
+    agree(gradients(given, rule, *target), {k: t.cpu().double() for k, t in whole.items()}, oracle.GRADIENT)
+    for got, want in zip(run_with_tail(given, rule, tail, target), tailed, strict=True):
+        oracle.assert_close(got, want.double(), oracle.ROUNDED[torch.float32])
+
+
+def run_with_tail(given, rule, tail, target):
+    backend, device = target
+    made = {k: t.to(device).requires_grad_() for k, t in (given | tail).items()}
+    results = moefuse.experts(**made, **rule | {"ids": rule["ids"].to(device)}, backend=backend)
+    return tuple(t.detach().cpu() for t in results)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_mirrored_product_by_descriptors(target, rng, apart, gather):
+    """The copy engine's path, which the interpreter's small tiles do not take by themselves."""
+    from moefuse.backends.triton.experts_backward import mirror
+    from moefuse.backends.triton.tiles import Tile
+    from moefuse.ops.grouped_linear import grouped_linear_reference
+    from moefuse.ops.plan import plan_reference
+
+    T, E, K, N, top_k, device = 30, 3, 64, 40, 2, target[1]
+    _, offsets, order, _ = plan_reference(torch.randint(0, E + 1, (T, top_k), generator=rng).to(device), E)
+    live = int(offsets[-1])
+    stacks = tuple(oracle.normal(rng, E, K, N).to(device) for _ in range(1 + apart))
+    a = oracle.normal(rng, T if gather else T * top_k, K * len(stacks)).to(device)
+    out = torch.full((T * top_k, N), torch.nan, device=device)
+    mirror(a, stacks, offsets, order, out, Tile(32, 32, 32, 4, 2, copy_engine=True), gather=gather)
+    weight = torch.cat(stacks, 1).transpose(1, 2).double()
+    want = grouped_linear_reference(a.double(), weight, None, offsets, order, gather, False)
+    oracle.assert_close(out[:live].cpu(), want[:live].cpu(), oracle.GRADIENT, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("trained", "kernels"),
+    [
+        (("x", "weights"), ["_mirror_kernel", "_slopes_kernel", "_mirror_kernel", "_slot_sum_kernel"]),
+        (("weights",), ["_mirror_kernel", "_slopes_kernel"]),
+        (("down",), ["_slopes_kernel", "_outer_kernel"]),
+        (("gate_up",), ["_mirror_kernel", "_slopes_kernel", "_outer_kernel"]),
+    ],
+)
+def test_frozen_parts_launch_nothing(target, rng, monkeypatch, trained, kernels):
+    from moefuse.backends.triton import experts_backward, outer
+
+    given, rule = make(rng)
+    leaves = {k: t.to(target[1]).requires_grad_(k in trained) for k, t in given.items()}
+    out = moefuse.experts(**leaves, **rule | {"ids": rule["ids"].to(target[1])}, backend=target[0])
+    launched = []
+    for module in (experts_backward, outer):
+        original = module.launch
+        spy = lambda kernel, *a, f=original, **k: (launched.append(kernel.__name__), f(kernel, *a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(module, "launch", spy)
+    out.sum().backward()
+    assert launched == kernels
+
+
+def test_sentinels_duplicates_and_the_memory_of_z(target, rng):
+    """Bad ids, an empty expert and a NaN that no expert reads; the pass that frees z may write over it."""
+    backend, device = target
+    given, rule = make(rng, 6, 5)
+    rule["ids"] = torch.tensor([[0, -1], [1, 1], [9, 5], [3, 3], [1, 0], [5, 3]])
+    want = gradients(given, rule, "reference", dtype=torch.float64)
+    given["x"][2] = torch.nan
+    leaves = {k: t.to(device).requires_grad_() for k, t in given.items()}
+    out = moefuse.experts(**leaves, **rule | {"ids": rule["ids"].to(device)}, backend=backend)
+    d = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
+    kept = torch.autograd.grad(out, list(leaves.values()), d, retain_graph=True)
+    freed = torch.autograd.grad(out, list(leaves.values()), d)
+    assert all(torch.equal(one, other) for one, other in zip(kept, freed, strict=True))
+    agree(dict(zip(leaves, kept, strict=True)), want, oracle.GRADIENT)
+
+
+def test_the_backward_rows_of_the_seeds(target, rng):
+    test_seeds.test_moe_swiglu_seq_backward(target, rng, 3, 2, 16)
+    test_seeds.test_moe_weighted_sum_seq_backward_outputs(target, rng, 3, 2, 16)
+    test_seeds.test_moe_weighted_sum_seq_backward_weights(target, rng, 3, 2, 16)
