@@ -32,14 +32,13 @@ MAX_BYTES = 4096
 #: shaders may rely on what torch asks of every Mac it runs on: Metal 3.1, which has bfloat
 MACROS = ("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1")
 _HEADERS = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>[ \t]*$", re.MULTILINE)
-_BASE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing")
+_BASE = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing")
 #: Metal 3 is C++14, which our own headers, included as the system's, need not be;
 #: the sanitizers' calls are answered by our runtime; variables without a value get a conspicuous one
 _INSTRUMENTED = (
     *_BASE,
     "-std=c++14",
     "-pedantic-errors",
-    "-fvisibility=hidden",
     "-O1",
     "-g1",
     "-fsanitize=thread,bounds,alignment,null,integer-divide-by-zero",
@@ -223,7 +222,7 @@ def _runtime_path() -> Path:
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(_runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(_runtime_path()))
     loaded.msl_report.restype = ctypes.POINTER(_Report)
     loaded.msl_image.restype = ctypes.c_uint64
     return loaded
