@@ -103,6 +103,12 @@ def kernel(body: str, before: str = "") -> str:
         (kernel("const device float* p = x; p[i] = 1;"), "line 5: assignment of read-only"),
         (PRELUDE + "kernel void k(constant float* x, uint i [[thread_position_in_grid]]) { x[i] = 1; }", "read-only"),
         (PRELUDE + "kernel void k(device float* x, uint i) { x[i] = 1; }", "i needs an attribute"),
+        (kernel("x[i] = norm(1.0f);", "inline float norm(float v) { return v; }"), "one of Metal's own functions"),
+        (
+            PRELUDE + "kernel void k(device float* x, uint i [[thread_position_in_grid]],\n"
+            "uint3 g [[threadgroup_position_in_grid]]) { x[i] = g.x; }",
+            "one number of components, got uint i, uint3 g",
+        ),
         (PRELUDE + "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }", "the last index is 30"),
         (PRELUDE + "kernel void k(threadgroup float* x [[threadgroup(0)]]) { x[0] = 1; }", "no attribute that shaders"),
         (PRELUDE + "kernel void k(threadgroup float* x) { x[0] = 1; }", "torch binds device and constant"),

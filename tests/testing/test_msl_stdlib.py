@@ -325,7 +325,7 @@ kernel void where(device int* y, uint3 p [[thread_position_in_grid]], uint3 g [[
                   uint3 all [[threads_per_grid]], uint index [[thread_index_in_threadgroup]],
                   uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]],
                   uint width [[threads_per_simdgroup]], uint sgs [[simdgroups_per_threadgroup]],
-                  ushort2 flat [[thread_position_in_grid]]) {
+                  ushort3 flat [[thread_position_in_grid]]) {
     uint at = (p.z * all.y + p.y) * all.x + p.x;
     uint v[16] = {g.x, g.y, g.z, t.x, t.y, t.z, size.x, size.y, asked.x, groups.x, groups.y,
                   index, lane, sg, width + sgs, uint(flat.x) + 100 * uint(flat.y)};
