@@ -389,8 +389,8 @@ def test_shaders_are_ascii_and_complete() -> None:
     assert {"common", "route", "gate", "plan", "combine", "few", "tiles", "grouped_linear"} <= names
 
 
-def test_every_structure_is_as_long_as_its_list() -> None:
-    """A struct in a shader and the list that fills it are written apart; the simulator compares their sizes."""
+def test_structures_hold_numbers_of_one_kind() -> None:
+    """A list of Python ints arrives as 64-bit integers, one of floats as float32; the simulator compares lengths."""
     text = "".join(path.read_text() for path in launch._HOME.glob("*.metal"))
     structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
     for structure in structures:
