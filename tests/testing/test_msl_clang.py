@@ -12,7 +12,7 @@ from moefuse.backends.metal import launch
 from moefuse.ops import select
 from moefuse.testing import cases
 from moefuse.testing.msl import language
-from moefuse.testing.msl.library import preprocess
+from moefuse.testing.msl.build import preprocess
 from moefuse.testing.msl.shader import SCALARS, Shader
 
 cindex = pytest.importorskip("clang.cindex", reason="libclang is not installed")

@@ -8,7 +8,7 @@ import pytest
 import moefuse
 from moefuse.testing import msl
 from moefuse.testing.msl import language
-from moefuse.testing.msl.library import CPP, preprocess
+from moefuse.testing.msl.build import CPP, preprocess
 from moefuse.testing.msl.shader import Shader
 
 PRELUDE = "#include <metal_stdlib>\nusing namespace metal;\n"
