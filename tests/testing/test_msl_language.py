@@ -81,6 +81,7 @@ def kernel(body: str, before: str = "") -> str:
         (kernel("float a[2]; auto [b, c] = a; x[i] = b;"), "line 5: structured bindings"),
         (kernel("float a[i]; x[i] = a[0];"), "line 5: ISO C.. forbids variable length array"),
         (kernel("goto end; end: x[i] = 1;"), "no goto"),
+        (kernel("float v; x[i] = v + 1;"), "line 5: 'v' is used uninitialized"),
         (kernel("x[i] = f(3);", "inline float f(int n) { return n == 0 ? 0.0f : f(n - 1); }"), "f calls itself"),
         (
             kernel("x[i] = f(3);", "float g(int n); float f(int n) { return g(n); } float g(int n) { return f(n); }"),

@@ -26,6 +26,7 @@ _INSTRUMENTED = (
     *_BASE,
     "-std=c++14",
     "-pedantic-errors",
+    "-Werror=uninitialized",
     "-O1",
     "-g1",
     "-fsanitize=thread,bounds,alignment,null,integer-divide-by-zero",
