@@ -16,7 +16,7 @@ from moefuse import Activation, Routing
 from moefuse.backends.metal import launch, tiles
 from moefuse.testing import cases
 from moefuse.testing.compare import Tolerance, difference
-from moefuse.testing.msl import Fault
+from moefuse.testing.msl import Fault, shuffled
 from moefuse.testing.poison import poisoned
 
 BACKEND, DEVICE = TARGET
@@ -37,9 +37,31 @@ def named(found: list) -> list:
 EACH = [(case, dtype) for case in cases.CASES for dtype in case.dtypes]
 
 
+#: Plain float32 sums, torch's own too, are off by more than 1e-6 of a row that cancels once in some 1,500 draws of
+#: experts/one_expert, and by 1.2e-6 in none.
+CHAINED = Tolerance(2e-6, 2e-6, "two products in a row, float32, relative to a result that may cancel")
+
+
+def ranks_alike(case: cases.Case, made: dict) -> bool:
+    """Whether float32 and float64 must select the same experts: no two logits of a token are within 1e-5."""
+    if case.op not in ("gate", "moe"):
+        return True
+    x, router = made["x"].double(), made["weight" if case.op == "gate" else "router"].double()
+    if made["norm_weight"] is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * made["norm_weight"].double()
+    logits = x @ router.T
+    if made.get("logit_bias") is not None:
+        logits = logits + made["logit_bias"].double()
+    return bool((logits.sort(-1).values.diff(dim=-1) > 1e-5).all())
+
+
 def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
-    outcome = cases.run(case, dtype, BACKEND, DEVICE, rng.initial_seed())
-    assert outcome.passed, outcome.describe()
+    seed = next(seed for seed in range(rng.initial_seed(), 2**63) if ranks_alike(case, case.inputs(seed, dtype)))
+    outcome = cases.run(case, dtype, BACKEND, DEVICE, seed)
+    failed = set(outcome.failures)
+    if case.op in ("experts", "moe") and dtype == torch.float32:
+        failed = {name for name in failed if name not in outcome.errors or not outcome.errors[name].within(CHAINED)}
+    assert not failed, outcome.describe()
 
 
 @pytest.mark.parametrize(("case", "dtype"), named(EACH))
@@ -102,6 +124,22 @@ def test_any_number_of_experts_and_slots(E, top_k, rng) -> None:
     if (logits.sort(-1).values.diff(dim=-1) > 1e-5).all():
         assert torch.equal(ids.cpu(), want_ids)
         close(weights, want, Tolerance(3e-6, 3e-6, "weights of logits that are a float32 product"))
+
+
+@pytest.mark.parametrize("E", [1, 8, 60, 100, 128, 129, 256, 1000, 1024])
+@pytest.mark.parametrize("T", [20, 200], ids=["few", "many"])
+def test_any_number_of_experts_in_plan_and_product(E, T, rng) -> None:
+    """Plans of one block and of several, and the tile schedule found from them; whole numbers, so all is exact."""
+    ids = torch.randint(-1, E + 1, (T, 3), generator=rng)
+    with poisoned():
+        plan = moefuse.plan(ids.to(DEVICE), E, backend=BACKEND)
+    want = moefuse.plan(ids, E, backend="reference")
+    for name in ("counts", "offsets", "order", "inverse"):
+        assert torch.equal(getattr(plan, name).cpu(), getattr(want, name)), name
+    x, weight = (torch.randint(-9, 10, shape, generator=rng).float() for shape in ((T, 5), (E, 3, 5)))
+    with poisoned():
+        y = moefuse.grouped_linear(x.to(DEVICE), weight.to(DEVICE), plan, gather=True, scatter=True, backend=BACKEND)
+    assert torch.equal(y.cpu(), moefuse.grouped_linear(x, weight, want, gather=True, scatter=True, backend="reference"))
 
 
 def test_defect_2_scale_and_renormalising_are_told_apart(rng) -> None:
@@ -192,10 +230,10 @@ def test_defect_9_more_rows_than_an_int16_counts(rng) -> None:
     want = moefuse.plan(ids.cpu(), 3, backend="reference")
     for name in ("counts", "offsets", "order", "inverse"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(want, name)), name
-    x, weight = normal(rng, S, 4), normal(rng, 3, 2, 4)
+    # Whole numbers, so that every sum is exact.
+    x, weight = (torch.randint(-9, 10, shape, generator=rng).float().to(DEVICE) for shape in ((S, 4), (3, 2, 4)))
     y = moefuse.grouped_linear(x, weight, plan, gather=True, scatter=True, backend=BACKEND)
-    close(y, (weight.cpu().double()[ids.cpu().flatten()] @ x.cpu().double()[..., None])[..., 0],
-          Tolerance(4e-6, 4e-6, "a sum of four terms that may cancel"))  # fmt: skip
+    assert torch.equal(y.cpu(), (weight.cpu()[ids.cpu().flatten()] @ x.cpu()[..., None])[..., 0])
 
 
 def apart(rng: torch.Generator, stride: int, *shape: int) -> torch.Tensor:
@@ -284,11 +322,15 @@ def test_defect_19_gate_is_the_first_half() -> None:
     assert moefuse.glu(gate_up, "relu", layout="interleaved", backend=BACKEND).tolist() == [[2.0, 200.0]]
 
 
-@pytest.mark.parametrize("case", ["moe/qwen3", "moe/decode", "plan/messy", "grouped_outer/up"])
+@pytest.mark.parametrize("case", ["moe/qwen3", "moe/decode", "plan/many", "grouped_outer/up"])
 def test_defect_20_the_same_bits_run_after_run(case) -> None:
+    """Whatever the order in which threadgroups, simdgroups and lanes happen to run."""
     found = next(one for one in cases.CASES if one.id == case)
     inputs = {k: cases.map_tensors(v, lambda t: t.to(DEVICE)) for k, v in found.inputs(5, torch.float32).items()}
-    first, second = (cases._call(found.op, inputs, BACKEND) for _ in range(2))
+    with shuffled(1):
+        first = cases._call(found.op, inputs, BACKEND)
+    with shuffled(2):
+        second = cases._call(found.op, inputs, BACKEND)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -389,8 +431,8 @@ def test_shaders_are_ascii_and_complete() -> None:
     assert {"common", "route", "gate", "plan", "combine", "few", "tiles", "grouped_linear"} <= names
 
 
-def test_every_structure_is_as_long_as_its_list() -> None:
-    """A struct in a shader and the list that fills it are written apart; the simulator compares their sizes."""
+def test_structures_hold_numbers_of_one_kind() -> None:
+    """A list of Python ints arrives as 64-bit integers, one of floats as float32; the simulator compares lengths."""
     text = "".join(path.read_text() for path in launch._HOME.glob("*.metal"))
     structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
     for structure in structures:

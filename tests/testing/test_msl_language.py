@@ -8,7 +8,7 @@ import pytest
 import moefuse
 from moefuse.testing import msl
 from moefuse.testing.msl import language
-from moefuse.testing.msl.library import CPP, preprocess
+from moefuse.testing.msl.build import CPP, preprocess
 from moefuse.testing.msl.shader import Shader
 
 PRELUDE = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -81,6 +81,7 @@ def kernel(body: str, before: str = "") -> str:
         (kernel("float a[2]; auto [b, c] = a; x[i] = b;"), "line 5: structured bindings"),
         (kernel("float a[i]; x[i] = a[0];"), "line 5: ISO C.. forbids variable length array"),
         (kernel("goto end; end: x[i] = 1;"), "no goto"),
+        (kernel("float v; x[i] = v + 1;"), "line 5: 'v' is used uninitialized"),
         (kernel("x[i] = f(3);", "inline float f(int n) { return n == 0 ? 0.0f : f(n - 1); }"), "f calls itself"),
         (
             kernel("x[i] = f(3);", "float g(int n); float f(int n) { return g(n); } float g(int n) { return f(n); }"),
@@ -103,6 +104,12 @@ def kernel(body: str, before: str = "") -> str:
         (kernel("const device float* p = x; p[i] = 1;"), "line 5: assignment of read-only"),
         (PRELUDE + "kernel void k(constant float* x, uint i [[thread_position_in_grid]]) { x[i] = 1; }", "read-only"),
         (PRELUDE + "kernel void k(device float* x, uint i) { x[i] = 1; }", "i needs an attribute"),
+        (kernel("x[i] = norm(1.0f);", "inline float norm(float v) { return v; }"), "one of Metal's own functions"),
+        (
+            PRELUDE + "kernel void k(device float* x, uint i [[thread_position_in_grid]],\n"
+            "uint3 g [[threadgroup_position_in_grid]]) { x[i] = g.x; }",
+            "one number of components, got uint i, uint3 g",
+        ),
         (PRELUDE + "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }", "the last index is 30"),
         (PRELUDE + "kernel void k(threadgroup float* x [[threadgroup(0)]]) { x[0] = 1; }", "no attribute that shaders"),
         (PRELUDE + "kernel void k(threadgroup float* x) { x[0] = 1; }", "torch binds device and constant"),

@@ -241,11 +241,11 @@ def test_collectives(together, rng, seed) -> None:
     for start in range(0, 96, 32):
         v, got = x[start : start + 32], y[start : start + 32]
         lanes = torch.arange(32)
-        torch.testing.assert_close(got[:, 0], v.sum().expand(32), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[:, 0], v.sum().expand(32), rtol=1e-5, atol=1e-4)
         assert torch.equal(got[:, 1], v.max().expand(32))
         assert torch.equal(got[:, 2], v.min().expand(32))
         assert torch.equal(got[:, 3], ((start + lanes).cumsum(0) - start - lanes).float())
-        torch.testing.assert_close(got[:, 4], v.cumsum(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[:, 4], v.cumsum(0), rtol=1e-5, atol=1e-4)
         assert torch.equal(got[:, 5], v.flip(0))
         assert torch.equal(got[:, 6], v[lanes ^ 5])
         assert torch.equal(got[:28, 7], v[4:])
@@ -254,7 +254,7 @@ def test_collectives(together, rng, seed) -> None:
         assert torch.equal(got[:, 10], ((v[:16] > 0) * 2.0 ** torch.arange(16)).sum().expand(32))
         assert torch.equal(got[:, 11], (v > 2).any().float().expand(32))
         assert torch.equal(got[:, 12], (v > -2).all().float().expand(32))
-        torch.testing.assert_close(got[:, 13], v.view(8, 4).sum(1).repeat_interleave(4), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[:, 13], v.view(8, 4).sum(1).repeat_interleave(4), rtol=1e-5, atol=1e-4)
         assert torch.equal(got[:, 14], torch.full((32,), float(2**20 - 1)))
         assert torch.equal(got[:, 15], v.roll(-3))
 
@@ -325,7 +325,7 @@ kernel void where(device int* y, uint3 p [[thread_position_in_grid]], uint3 g [[
                   uint3 all [[threads_per_grid]], uint index [[thread_index_in_threadgroup]],
                   uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]],
                   uint width [[threads_per_simdgroup]], uint sgs [[simdgroups_per_threadgroup]],
-                  ushort2 flat [[thread_position_in_grid]]) {
+                  ushort3 flat [[thread_position_in_grid]]) {
     uint at = (p.z * all.y + p.y) * all.x + p.x;
     uint v[16] = {g.x, g.y, g.z, t.x, t.y, t.z, size.x, size.y, asked.x, groups.x, groups.y,
                   index, lane, sg, width + sgs, uint(flat.x) + 100 * uint(flat.y)};

@@ -25,9 +25,10 @@ class Tail:
         given = shared_logit if shared_gate is None else shared_gate
         self.shared, self.residual = dense(shared, like), dense(residual, like)
         self.factor, self.norm = dense(given, like), dense(norm_weight, like)
+        self.has_norm = norm_weight is not None
         self.flags = [
             int(shared is not None), int(given is not None), int(shared_logit is not None), int(residual is not None),
-            int(norm_weight is not None),
+            int(self.has_norm),
         ]  # fmt: skip
         self.types: dict[str, Any] = {
             "SHARED_T": self.shared.dtype, "FACTOR_T": self.factor.dtype, "RESIDUAL_T": self.residual.dtype,
@@ -53,16 +54,15 @@ def weighted_sum(
     """combine, with the ids at hand: slots without an expert are not read."""
     T, H = out.shape
     normed = out if normed_out is None else normed_out
-    # A slot's place, or an id, stands in for the other: both are integers that are not read where they are not given.
     places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse.contiguous()
     slots = dense(ids, places)
     macros = {
         "Y_T": y.dtype, "WEIGHT_T": weights.dtype, **tail.types, "OUT_T": out.dtype, "NORMED_T": normed.dtype,
         "ID_T": slots.dtype,
     }  # fmt: skip
-    total = torch.empty((T, H) if tail.flags[-1] else 1, dtype=torch.float32, device=y.device)
+    total = torch.empty((T, H) if tail.has_norm else 1, dtype=torch.float32, device=y.device)
     launch(
-        "combine", ("combine",), macros, (1 if tail.flags[-1] else ceil_div(H, 256), T), 256, y.contiguous(),
+        "combine", ("combine",), macros, (1 if tail.has_norm else ceil_div(H, 256), T), 256, y.contiguous(),
         weights.contiguous(), places, slots, tail.shared, tail.factor, tail.residual, tail.norm, total, out, normed,
         tail.sizes(H, weights.shape[1], num_experts, inverse, ids), float(eps),
     )  # fmt: skip

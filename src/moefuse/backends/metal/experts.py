@@ -95,11 +95,11 @@ def _few(
          *((0, 0) if bias is None else bias.stride()), kind_of(activation), int(activation.gated)],
         numbers_of(activation),
     )  # fmt: skip
-    total = torch.empty((T, H) if tail.flags[-1] else 1, dtype=torch.float32, device=x.device)
+    total = torch.empty((T, H) if tail.has_norm else 1, dtype=torch.float32, device=x.device)
     launch(
         "few_down", files, macros, (ceil_div(H, 8), T), 128, hidden, ids, weights, down, last_bias,
         tail.shared, tail.factor, tail.residual, total, out, [I, *down.stride()[:2], int(down_bias is not None)],
         tail.sizes(H, top_k, E, None, ids),
     )  # fmt: skip
-    if tail.flags[-1]:
+    if tail.has_norm:
         launch("norm_rows", files, macros, (T,), 256, total, tail.norm, normed, H, float(eps))

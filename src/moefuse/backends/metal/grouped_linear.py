@@ -85,7 +85,7 @@ def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gathe
         return out.zero_()
     grad, x = rows(grad), rows(x)
     launch(
-        "grouped_outer", ("tiles", "grouped_outer"), {"X_T": x.dtype, "W_T": x.dtype, "WIDE": 0},
+        "grouped_outer", ("tiles", "grouped_outer"), {"X_T": x.dtype, "W_T": x.dtype, "WIDE": "false"},
         (ceil_div(K, BLOCK_N), ceil_div(N, BLOCK_M), E), 128, grad, x, offsets, order, out,
         [N, K, max(1, S // max(1, x.shape[0])), int(gather), int(scatter), grad.stride(0), x.stride(0)],
     )  # fmt: skip

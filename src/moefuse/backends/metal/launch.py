@@ -49,8 +49,8 @@ def launch(
 ) -> None:
     """Run a kernel on ``groups`` threadgroups of ``group_size`` threads in a row. An empty grid is no launch.
 
-    ``macros`` values are numbers or element types. Arguments are tensors, ints (int64 there), floats (float32) and
-    lists of either, which the kernel takes as a struct.
+    ``macros`` values are element types, or text. Arguments are tensors, ints (int64 there), floats (float32) and lists
+    of either, which the kernel takes as a struct.
     """
     if 0 in groups:
         return
@@ -69,9 +69,10 @@ def rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-def wide(*tensors: Tensor) -> int:
-    """1 where four neighbours, from any column that is a multiple of four, may be read as one vector."""
-    return int(all(t.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in tensors))
+def wide(*tensors: Tensor) -> str:
+    """Whether four neighbours, from any column that is a multiple of four, may be read as one vector: true or false."""
+    aligned = all(t.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in tensors)
+    return str(aligned).lower()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-// Tiles of simdgroup matrices, float32 inside whatever the types. Macros: W_T, the weights' type; WIDE (0, 1): vectors
+// Tiles of simdgroup matrices, float32 inside whatever the types. Macros: W_T, the weights' type; WIDE (true, false): vectors
 // of four may be read. A threadgroup is 128 threads, four simdgroups in a square, each with 16 by 32 of the result.
 
 #define BLOCK_M 32

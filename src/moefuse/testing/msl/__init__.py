@@ -30,6 +30,14 @@ orders device memory between threadgroups of one dispatch.
 **What a shader may not do here** although Metal allows it: overload functions on the address space alone, keep float3
 or other padded types in threadgroup memory, assign to swizzles of two and more letters. ``bfloat(x)`` and vector
 conversions are written out; so are address spaces on every pointer and reference, as Metal itself requires.
+``language`` lists what shaders may use; the lint runs at every compile, with the macros of that compile.
+
+**How it works.** ``shader`` reads the text, ``translate`` writes C++ of it, ``build`` compiles that against the headers
+in ``cpp/`` with the compiler's sanitizers switched on, and ``library`` calls the kernels. The calls that the sanitizers
+put before every access to memory end in ``cpp/runtime.cpp``: it keeps a fiber for each thread of a threadgroup, each
+buffer in 4 GiB of address space of its own, and for each word who touched it since which barrier. What it cannot show:
+speed, what Metal's compiler thinks of the text, how a GPU rounds beyond what the specification promises, a read whose
+value is never used (it is optimised away), and races that only other inputs have.
 """
 
 from __future__ import annotations
@@ -43,6 +51,8 @@ __all__ = ["CompileError", "Dispatches", "Fault", "Library", "compile_shader", "
 def install() -> None:
     """Make the simulator the compiler of the metal backend, which then serves processor tensors."""
     from moefuse.backends.metal import launch
+    from moefuse.ops import select
 
     launch.compile_shader = compile_shader
     launch.EMULATED = True
+    select.forget()

@@ -42,6 +42,13 @@ FUNCTIONS = {
     *("make_filled_simdgroup_matrix", "simdgroup_load", "simdgroup_store"),
     *("simdgroup_multiply", "simdgroup_multiply_accumulate"),
 }
+#: more of Metal's, which shaders have not needed; with ``using namespace metal`` a function of theirs would clash
+RESERVED = {
+    *("absdiff", "addsat", "cospi", "cross", "distance", "distance_squared", "faceforward", "fmax3", "fmedian3"),
+    *("fmin3", "frexp", "hadd", "ilogb", "insert_bits", "isnormal", "isordered", "isunordered", "length_squared"),
+    *("mad24", "madhi", "madsat", "max3", "median3", "min3", "modf", "mul24", "nextafter", "norm", "normalize"),
+    *("reflect", "refract", "rhadd", "rotate", "sincos", "sinpi", "smoothstep", "subsat", "tanpi", "transpose"),
+}
 #: at global scope
 BUILTINS = {"as_type", "static_cast", "reinterpret_cast", "sizeof", "alignof", "decltype", "static_assert"}
 #: of parameters, in ``ATTRIBUTES`` and here; of kernels; of instantiations
@@ -109,6 +116,13 @@ def lint(shader: Shader, version: int = 31, elsewhere: frozenset[str] = frozense
             say(token.line, f"'{token.text}' is not among the functions and types of Metal that shaders may use")
         if before == "::" and shader.text(i - 2) in ("precise", "fast") and token.text not in FLOAT_FUNCTIONS:
             say(token.line, f"'{shader.text(i - 2)}::{token.text}' is not Metal's")
+    for function in shader.functions:
+        if function.name in FUNCTIONS | RESERVED:
+            say(function.line, f"'{function.name}' is the name of one of Metal's own functions")
+        positions = [p for p in function.parameters if p.attribute and ATTRIBUTES.get(p.attribute[0]) == 3]
+        if function.is_kernel and len({p.type[-1] if p.type[-1] in "23" else "1" for p in positions}) > 1:
+            types = ", ".join(f"{p.type} {p.name}" for p in positions)
+            say(function.line, f"positions and sizes of one kernel have one number of components, got {types}")
     for found in shader.attributes.values():
         for name, argument in found:
             if name not in ATTRIBUTES and name not in OTHER_ATTRIBUTES:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
+import itertools
 import re
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,32 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse import config
+from moefuse.testing.msl import build
 from moefuse.testing.msl.language import lint
 from moefuse.testing.msl.shader import CompileError, Shader
 from moefuse.testing.msl.translate import translate
 
-CPP = Path(__file__).parent / "cpp"
 MAX_THREADGROUP_MEMORY = 32768
 #: of a number or list among the arguments, which Metal takes along in the command
 MAX_BYTES = 4096
-#: shaders may rely on what torch asks of every Mac it runs on: Metal 3.1, which has bfloat
-MACROS = ("-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1")
-_HEADERS = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>[ \t]*$", re.MULTILINE)
-_BASE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing")
-#: Metal 3 is C++14, which our own headers, included as the system's, need not be;
-#: the sanitizers' calls are answered by our runtime; variables without a value get a conspicuous one
-_INSTRUMENTED = (
-    *_BASE,
-    "-std=c++14",
-    "-pedantic-errors",
-    "-fvisibility=hidden",
-    "-O1",
-    "-g1",
-    "-fsanitize=thread,bounds,alignment,null,integer-divide-by-zero",
-    "-fno-sanitize-recover=all",
-    "-ftrivial-auto-var-init=pattern",
-)
 #: of scalars, as torch casts them
 CASTS = {
     "fp16": torch.float16,
@@ -55,6 +33,10 @@ CASTS = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+
+
+#: what C++ calls bool, torch may hold as bytes
+BYTES = {"bool", "uint8"}
 
 
 class Fault(Exception):
@@ -155,75 +137,9 @@ class _Report(ctypes.Structure):
     ]
 
 
-def _run(command: Sequence[str], source: str | None = None) -> subprocess.CompletedProcess[str]:
-    if shutil.which(command[0]) is None:
-        raise CompileError(f"the simulator needs a C++ compiler, and {command[0]} is not there (set CXX)")
-    # Messages are read, so they come in plain English.
-    return subprocess.run(["env", "LC_ALL=C", *command], input=source, capture_output=True, text=True, check=False)
-
-
-@functools.cache
-def _toolchain() -> str:
-    """Compiler and headers: what was compiled with others is compiled again."""
-    state = hashlib.sha256(_run([config.cxx(), "--version"]).stdout.encode())
-    for path in sorted(CPP.iterdir()):
-        state.update(path.read_bytes())
-    return state.hexdigest()
-
-
-@functools.cache
-def _cache() -> Path:
-    """Where libraries are kept: the user's cache, or for this process alone where that cannot be written."""
-    home = config.cache() / "msl"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="moefuse-msl-"))
-    return home
-
-
-def _built(name: str, key: str, build: Any) -> Path:
-    """The library ``key`` stands for, from the cache or made by ``build(target)``."""
-    target = _cache() / f"{name}-{hashlib.sha256(f'{_toolchain()}{key}'.encode()).hexdigest()[:24]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            build(made)
-            os.replace(made, target)
-    return target
-
-
-def _checked(command: Sequence[str], shader: str | None = None) -> None:
-    done = _run(command)
-    if done.returncode:
-        raise CompileError(_readable(done.stderr, shader) if shader else done.stderr)
-
-
-def _readable(errors: str, shader: str) -> str:
-    """The compiler's first errors, each with its line of Metal; an error in our headers has the line that led there."""
-    lines = shader.split("\n")
-    found, led = [], 0
-    for row in errors.split("\n"):
-        if at := re.match(r"shader\.metal:(\d+):\d+:", row):
-            led = int(at.group(1))
-        if led and (message := re.search(r"error: (.*)", row)):
-            found.append(f"line {led}: {message.group(1)}\n    {lines[led - 1].strip() if led <= len(lines) else ''}")
-    return "\n".join(found[:8]) or errors
-
-
-@functools.cache
-def _runtime_path() -> Path:
-    def build(target: Path) -> None:
-        _checked(
-            [config.cxx(), *_BASE, "-std=c++17", "-O2", "-shared", str(CPP / "runtime.cpp"), "-o", str(target), "-ldl"]
-        )
-
-    return _built("runtime", "", build)
-
-
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(_runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(build.runtime()))
     loaded.msl_report.restype = ctypes.POINTER(_Report)
     loaded.msl_image.restype = ctypes.c_uint64
     return loaded
@@ -267,7 +183,7 @@ def dispatches() -> Iterator[Dispatches]:
 
 @contextlib.contextmanager
 def shuffled(seed: int) -> Iterator[None]:
-    """Run threadgroups, simdgroups and lanes in the order of a seed, which no result may show."""
+    """Run threadgroups, simdgroups and lanes in the order of a seed, which no result may show; 0 is one by one."""
     before = _SEED[0]
     _SEED[0] = seed
     try:
@@ -375,10 +291,8 @@ class Kernel:
         name = parameter.role.name
         element = parameter.element.decode()
         got = str(tensor.dtype).removeprefix("torch.")
-        # A cast to int32 is how torch passes a uint; bytes may hold any struct.
-        same = element in (got, "void", "struct") or {element, got} <= {"int32", "uint32"}
-        same = same or {element, got} <= {"int64", "uint64"} or {element, got} <= {"int16", "uint16"}
-        same = same or {element, got} <= {"bool", "uint8"}
+        # torch has few unsigned types, so a sign is no difference; bytes may hold any struct.
+        same = element in (got, "void", "struct") or element.lstrip("u") == got.lstrip("u") or {element, got} == BYTES
         if not same:
             raise self._fault("arguments", f"{name.decode()} has elements of {element}, got a tensor of {got}")
         if tensor.device.type != "cpu":
@@ -403,7 +317,7 @@ class Kernel:
         runtime = _runtime()
         report = runtime.msl_report().contents
         place = _Place.in_dll(runtime, "msl_place")
-        line = report.line or self._library.line_at(report.program_counter - runtime.msl_image())
+        line = report.line or build.line_at(self._library.path, report.program_counter - runtime.msl_image())
         where = f"\n    line {line}: {self._library.text(line)}" if line else ""
         kind, text = report.kind.decode(), report.text.decode()
         who = f"thread {place.index} at {place.position_in_group} of threadgroup {place.group}"
@@ -415,15 +329,13 @@ class Library:
 
     def __init__(self, source: str, path: Path) -> None:
         self._lines = source.split("\n")
-        self._path = path
+        self.path = path
         _runtime()
         self._loaded = ctypes.CDLL(str(path))
         self._kernels: dict[str, Kernel] = {}
-        rows = (_Kernel * 4096).in_dll(self._loaded, "msl_kernels")
-        for row in rows:
-            if not row.name:
-                break
-            self._kernels[row.name.decode()] = Kernel(self, row)
+        row = ctypes.pointer(_Kernel.in_dll(self._loaded, "msl_kernels"))
+        for number in itertools.takewhile(lambda n: row[n].name, itertools.count()):
+            self._kernels[row[number].name.decode()] = Kernel(self, row[number])
 
     def __dir__(self) -> list[str]:
         return list(self._kernels)
@@ -441,37 +353,13 @@ class Library:
         found = self._loaded.msl_declarations()
         while found:
             one = found.contents
-            function = re.sub(r"::\w+_site::function\(\)$|^static const char\* ", "", one.function.decode())
-            function = re.sub(r"::\w+_site::function\(\)", "", function)
+            function = re.sub(r"::\w+_site::function\(\)|^static const char\* ", "", one.function.decode())
             total[function] = total.get(function, 0) + (one.bytes + 15) // 16 * 16
             found = one.next
         return total
 
     def text(self, line: int) -> str:
         return self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
-
-    def line_at(self, offset: int) -> int | None:
-        """The line of Metal at an address in the library, as the debug information has it."""
-        tool = shutil.which("addr2line")
-        if tool is None:
-            return None
-        done = _run([tool, "-i", "-e", str(self._path), hex(offset)])
-        # Inlined calls come innermost first: the first one in the shader is the access.
-        found = re.search(r"shader\.metal:(\d+)", done.stdout)
-        return int(found.group(1)) if found else None
-
-
-def preprocess(source: str) -> str:
-    """The shader with its macros expanded and Metal's own headers left out."""
-    done = _run([config.cxx(), "-E", "-undef", "-x", "c++", *MACROS, "-"], _HEADERS.sub("", source))
-    if done.returncode:
-        raise CompileError(_readable(done.stderr.replace("<stdin>", "shader.metal"), source))
-    # Markers as the standard has them; those of line 0 name no place.
-    markers = re.compile(r'^# (\d+) "([^"]*)".*$', re.MULTILINE)
-    return markers.sub(
-        lambda found: f'#line {found[1]} "{found[2].replace("<stdin>", "shader.metal")}"' if found[1] != "0" else "",
-        done.stdout,
-    )
 
 
 _LOADED: dict[str, Library] = {}
@@ -489,20 +377,10 @@ def compile_shader(source: str) -> Library:
     if source not in _LOADED:
         if not source.isascii():
             raise CompileError("torch hands shaders on as ASCII, and this one has other characters")
-        shader = Shader(preprocess(source))
+        shader = Shader(build.preprocess(source))
         if problems := lint(shader):
             raise CompileError("\n".join(problems))
-        cpp = translate(shader)
-
-        def build(target: Path) -> None:
-            unit, made = target.with_suffix(".cpp"), target.with_suffix(".o")
-            unit.write_text(cpp)
-            _checked([config.cxx(), *_INSTRUMENTED, "-isystem", str(CPP), "-c", str(unit), "-o", str(made)], source)
-            _checked(
-                [config.cxx(), "-shared", "-Wl,-Bsymbolic", str(made), str(_runtime_path()), "-o", str(target), "-lm"]
-            )
-
-        library = Library(source, _built("shader", cpp + " ".join(_INSTRUMENTED), build))
+        library = Library(source, build.shader(translate(shader), source))
         for function, size in library.threadgroup_memory().items():
             if size > MAX_THREADGROUP_MEMORY:
                 raise CompileError(f"{function} has {size} bytes of threadgroup memory, Metal {MAX_THREADGROUP_MEMORY}")

@@ -67,6 +67,7 @@ class Token:
 @dataclass(frozen=True)
 class Parameter:
     name: str
+    type: str
     line: int
     space: str | None
     #: a pointer or reference
@@ -256,8 +257,10 @@ class Shader:
         # Sizes of arrays and defaults are no part of the name.
         stop = next((k for k in range(start, end) if self.text(k) in ("=", "[")), end)
         words = self.span(start, stop).split()
+        name = next((word for word in reversed(words) if re.fullmatch(r"[A-Za-z_]\w*", word)), "")
         return Parameter(
-            name=next((word for word in reversed(words) if re.fullmatch(r"[A-Za-z_]\w*", word)), ""),
+            name=name,
+            type=" ".join(word for word in words if word != name),
             line=self.at(start).line,
             space=next((word for word in words if word in SPACES), None),
             indirect="*" in words or "&" in words,

@@ -1,12 +1,10 @@
-// The simulated GPU: fibers for the threads of a group, memory with guards around every buffer, and a shadow of that
-// memory which remembers who touched what since which barrier. Shaders are compiled with -fsanitize=thread, and the
-// __tsan_* functions that the compiler then calls at every access to memory are the ones below.
+// The simulated GPU: schedules the threads of a group, and watches every access to memory. Shaders are compiled with
+// -fsanitize=thread, and the __tsan_* functions that the compiler then calls at each access are the ones below.
 #include "runtime.h"
 
 #include <dlfcn.h>
 #include <link.h>
 #include <stdarg.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,189 +17,45 @@
 
 using namespace msl;
 
-namespace {
+#include "fibers.h"
+#include "memory.h"
 
-// -- Memory: 64 slots of 4 GiB of address space, one buffer or threadgroup array each; what is not in use is fenced off.
-constexpr u64 SLOT_SPAN = 1ul << 32;
-constexpr u32 SLOTS = MEMORY_SPAN / SLOT_SPAN;
-constexpr u32 FIRST_GROUP_SLOT = 32;
-constexpr u64 PAGE = 4096;
-constexpr u64 KEEP = 1ul << 24;  // pages beyond this go back to the system after a dispatch
+namespace {
 
 enum Space : u8 { DEVICE, THREADGROUP };
 
-// Who last wrote and read a granule, at which time. Time moves on at every barrier and every threadgroup.
-struct Cell {
-  u32 write_time, read_time;
-  u16 writer, reader;
-  bool written_atomically, read_atomically;
-  bool read_by_lanes, read_by_simdgroups, read_by_groups;  // more readers than one can name
-};
-
-struct Slot {
-  u64 start = 0, size = 0;  // of the usable bytes
-  u64 committed = 0;        // of address space that has memory
-  Cell* shadow = nullptr;   // null where nothing is written: then nothing can race
-  u32 granule_log2 = 0;
-  u32 element = 0;          // bytes of one; 0: not in use
-  const char* name = "";
-  std::vector<Cell> cells;
-};
-
-Slot slots[SLOTS];
-
-bool in_memory(u64 address) { return address - msl_memory < MEMORY_SPAN; }
-
-u64 slot_base(u32 index) { return msl_memory + index * SLOT_SPAN; }
-
-void commit(u32 index, u64 bytes) {
-  Slot& slot = slots[index];
-  bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-  if (bytes <= slot.committed) return;
-  if (mprotect(reinterpret_cast<void*>(slot_base(index)), bytes, PROT_READ | PROT_WRITE) != 0) abort();
-  slot.committed = bytes;
-}
-
-void watch(Slot& slot, u32 granule) {
-  slot.granule_log2 = granule >= 4 ? 2 : granule >= 2 ? 1 : 0;
-  slot.cells.resize(std::max<u64>(slot.cells.size(), (slot.size >> slot.granule_log2) + 1));
-  slot.shadow = slot.cells.data();
-}
-
-// -- Threads.
-enum State : u8 { READY, AT_COLLECTIVE, AT_BARRIER, GONE };
-
-struct Fiber {
-  void* stack_pointer;
-  u8* stack;
-  Place place;
-  State state;
-  int line;          // where it waits
-  const char* what;  // what it waits for
-  u32 trail;         // hash of the collectives it took part in without waiting
-};
-
 struct Simdgroup {
   u32 first, size, arrived;
-  u32 parity;                // the two sets of lanes take turns: a fast lane must not overwrite what a slow one reads
+  u32 parity;           // the two sets of lanes take turns: a fast lane must not overwrite what a slow one reads
   Lanes lanes[2];
-  u32 barrier_time[2];       // last simdgroup_barrier, by Space
+  Fiber* first_to_come;
+  u32 barrier_time[2];  // last simdgroup_barrier, by Space
 };
 
-constexpr u64 STACK = 1ul << 18;
 constexpr u32 MAX_THREADS = 1024;
 
 Fiber fibers[MAX_THREADS];
 Simdgroup simdgroups[MAX_THREADS / SIMD_WIDTH];
 u32 group_threads, group_simdgroups, barrier_arrived;
 Fiber* running;
+Fiber* first_at_barrier;
 void* scheduler_stack_pointer;
 void (*entry)();
 
-// -- Time.
+// Time moves on at every barrier and every threadgroup; what happened at one time is in no order.
 u32 now = 1, dispatch_start, group_start;
 u32 barrier_time[2];  // last threadgroup_barrier, by Space
 std::vector<std::pair<u32, Three>> groups_begun;
+Image own_image, shader_image;
 
-// -- Faults.
 struct Report {
   char kind[32];
   char text[1024];
-  u64 program_counter;
+  u64 program_counter;  // where the access is, if the line is not known
   int line;
 };
 Report report;
 bool faulted;
-// Where a library lies in memory: a shader's has its constants, our own the lanes that threads meet in.
-struct Image {
-  u64 first = 0, last = 0;
-  bool holds(u64 address) const { return address >= first && address < last; }
-};
-Image own_image, shader_image;
-
-Image image_of(void* symbol) {
-  Image found;
-  Dl_info info;
-  if (!dladdr(symbol, &info)) return found;
-  found.first = reinterpret_cast<u64>(info.dli_fbase);
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, size_t, void* data) {
-        Image& image = *static_cast<Image*>(data);
-        if (library->dlpi_addr != image.first) return 0;
-        for (int i = 0; i < library->dlpi_phnum; ++i)
-          if (library->dlpi_phdr[i].p_type == PT_LOAD)
-            image.last = std::max<u64>(
-                image.last, image.first + library->dlpi_phdr[i].p_vaddr + library->dlpi_phdr[i].p_memsz);
-        return 1;
-      },
-      &found);
-  return found;
-}
-
-
-extern "C" void msl_switch(void** from, void* to);
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl msl_switch
-.type msl_switch,@function
-msl_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size msl_switch,.-msl_switch
-)");
-constexpr u32 SAVED = 6;  // registers below the return address
-#elif defined(__aarch64__)
-asm(R"(
-.text
-.globl msl_switch
-.type msl_switch,%function
-msl_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp d8, d9, [sp, #80]
-  stp d10, d11, [sp, #96]
-  stp d12, d13, [sp, #112]
-  stp d14, d15, [sp, #128]
-  stp x29, x30, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp d8, d9, [sp, #80]
-  ldp d10, d11, [sp, #96]
-  ldp d12, d13, [sp, #112]
-  ldp d14, d15, [sp, #128]
-  ldp x29, x30, [sp, #144]
-  add sp, sp, #160
-  ret
-.size msl_switch,.-msl_switch
-)");
-constexpr u32 SAVED = 19;
-#else
-#error "the simulator switches between fibers on x86-64 and arm64 only"
-#endif
 
 void to_scheduler() { msl_switch(&running->stack_pointer, scheduler_stack_pointer); }
 
@@ -213,30 +67,32 @@ void fiber_main() {
   }
 }
 
-void prepare(Fiber& fiber) {
-  void** top = reinterpret_cast<void**>(fiber.stack + STACK - 64);
-#if defined(__x86_64__)
-  *--top = nullptr;  // keeps the stack aligned as a call would
-  *--top = reinterpret_cast<void*>(fiber_main);
-  top -= SAVED;
-#else
-  top -= SAVED + 1;
-  top[SAVED] = reinterpret_cast<void*>(fiber_main);
-#endif
-  fiber.stack_pointer = top;
+// `running` did what is said; the dispatch ends here.
+void record(const char* kind, int line, u64 program_counter, const char* format, va_list arguments) {
+  vsnprintf(report.text, sizeof report.text, format, arguments);
+  snprintf(report.kind, sizeof report.kind, "%s", kind);
+  report.line = line;
+  report.program_counter = program_counter;
+  msl_place = running->place;
+  faulted = true;
 }
 
 [[noreturn]] void fault_at(const char* kind, int line, u64 program_counter, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(report.text, sizeof report.text, format, arguments);
+  record(kind, line, program_counter, format, arguments);
   va_end(arguments);
-  snprintf(report.kind, sizeof report.kind, "%s", kind);
-  report.line = line;
-  report.program_counter = program_counter;
-  faulted = true;
   to_scheduler();  // the fiber is never resumed
   abort();
+}
+
+// The same from the scheduler, for a thread that waits or is gone.
+void fault_of(Fiber& fiber, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  running = &fiber;
+  record("divergence", fiber.line, 0, format, arguments);
+  va_end(arguments);
 }
 
 Three group_at(u32 time) {
@@ -341,7 +197,7 @@ template <bool WRITES>
 inline void touch(const void* pointer, u64 bytes, bool atomic, u64 pc, int line = 0) {
   const u64 address = reinterpret_cast<u64>(pointer);
   if (in_memory(address)) {
-    const u32 index = (address - msl_memory) / SLOT_SPAN;
+    const u32 index = slot_of(address);
     Slot& slot = slots[index];
     const u64 offset = address - slot.start;
     if (offset >= slot.size || slot.size - offset < bytes) out_of_bounds(address, bytes, WRITES, pc);
@@ -356,15 +212,6 @@ inline void touch(const void* pointer, u64 bytes, bool atomic, u64 pc, int line 
   out_of_bounds(address, bytes, WRITES, pc);
 }
 
-void check_same_trail(const Simdgroup& simdgroup, int line) {
-  const u32 first = fibers[simdgroup.first].trail;
-  for (u32 lane = 1; lane < simdgroup.size; ++lane)
-    if (fibers[simdgroup.first + lane].trail != first)
-      fault_at("divergence", line, 0,
-               "threads %u and %u of one simdgroup did not take part in the same simdgroup_load, _store or make_filled calls",
-               simdgroup.first, simdgroup.first + lane);
-}
-
 void wait(State state, const char* what, int line) {
   running->state = state;
   running->what = what;
@@ -372,57 +219,59 @@ void wait(State state, const char* what, int line) {
   to_scheduler();
 }
 
-[[noreturn]] void diverged(const Fiber& other, const char* what, int line) {
-  fault_at("divergence", line, 0, "is at %s in line %d while thread %u is at %s in line %d", what, line,
-           other.place.thread_index_in_threadgroup, other.what, other.line);
+void check_same_place(const Fiber& other, const char* what, int line) {
+  if (other.line != line || strcmp(other.what, what) != 0)
+    fault_at("divergence", line, 0, "is at %s in line %d while thread %u is at %s in line %d", what, line,
+             other.place.thread_index_in_threadgroup, other.what, other.line);
+}
+
+// A lane that took part in other calls than lane 0 among those that do not wait, or null.
+Fiber* parted(const Simdgroup& simdgroup) {
+  for (u32 i = simdgroup.first + 1; i < simdgroup.first + simdgroup.size; ++i)
+    if (fibers[i].trail != fibers[simdgroup.first].trail) return &fibers[i];
+  return nullptr;
+}
+
+const char* const PARTED = "skipped, or did alone, a simdgroup_load, _store or make_filled call of its simdgroup";
+
+void check_together(const Simdgroup& simdgroup, int line) {
+  if (Fiber* other = parted(simdgroup)) {
+    running = other;
+    fault_at("divergence", line, 0, PARTED);
+  }
 }
 
 // After a round in which nobody could go on: some wait for threads that are elsewhere, or gone.
 void explain_deadlock() {
   for (u32 i = 0; i < group_threads; ++i) {
-    if (fibers[i].state != AT_COLLECTIVE && fibers[i].state != AT_BARRIER) continue;
-    const bool alone = fibers[i].state == AT_COLLECTIVE;
+    Fiber& fiber = fibers[i];
+    if (fiber.state == GONE) continue;
+    const bool collective = fiber.state == AT_COLLECTIVE;
     const Simdgroup& simdgroup = simdgroups[i / SIMD_WIDTH];
-    const u32 first = alone ? simdgroup.first : 0, count = alone ? simdgroup.size : group_threads;
+    const u32 first = collective ? simdgroup.first : 0, count = collective ? simdgroup.size : group_threads;
     for (u32 other = first; other < first + count; ++other) {
       const Fiber& elsewhere = fibers[other];
-      if (elsewhere.state == fibers[i].state) continue;
-      running = &fibers[i];
-      msl_place = running->place;
-      snprintf(report.kind, sizeof report.kind, "divergence");
-      report.line = fibers[i].line;
-      report.program_counter = 0;
+      if (elsewhere.state == fiber.state) continue;
       if (elsewhere.state == GONE)
-        snprintf(report.text, sizeof report.text, "waits at %s in line %d for thread %u, which has left the kernel",
-                 fibers[i].what, fibers[i].line, other);
-      else
-        snprintf(report.text, sizeof report.text, "waits at %s in line %d for thread %u, which is at %s in line %d",
-                 fibers[i].what, fibers[i].line, other, elsewhere.what, elsewhere.line);
-      faulted = true;
-      return;
+        return fault_of(fiber, "waits at %s in line %d for thread %u, which has left the kernel", fiber.what, fiber.line,
+                        other);
+      return fault_of(fiber, "waits at %s in line %d for thread %u, which is at %s in line %d", fiber.what, fiber.line,
+                      other, elsewhere.what, elsewhere.line);
     }
   }
 }
 
-void run_group(std::mt19937_64* shuffle) {
-  static u16 order[MAX_THREADS];
-  for (u32 i = 0; i < group_threads; ++i) order[i] = i;
-  // Simdgroups in any order, lanes in any order inside them.
-  static u16 groups_order[MAX_THREADS / SIMD_WIDTH];
-  for (u32 s = 0; s < group_simdgroups; ++s) groups_order[s] = s;
-  if (shuffle) {
-    std::shuffle(groups_order, groups_order + group_simdgroups, *shuffle);
-    for (u32 s = 0; s < group_simdgroups; ++s)
-      std::shuffle(order + simdgroups[s].first, order + simdgroups[s].first + simdgroups[s].size, *shuffle);
-  }
+// Runs all threads that can run, simdgroup by simdgroup, until none is left. The orders are permutations.
+void run_group(const u16* simdgroup_order, const u16* lane_order) {
   for (;;) {
     bool progress = false, waiting = false;
     for (u32 s = 0; s < group_simdgroups; ++s) {
-      const Simdgroup& simdgroup = simdgroups[groups_order[s]];
+      const Simdgroup& simdgroup = simdgroups[simdgroup_order[s]];
       for (bool again = true; again;) {
         again = false;
-        for (u32 lane = 0; lane < simdgroup.size; ++lane) {
-          Fiber& fiber = fibers[order[simdgroup.first + lane]];
+        for (u32 lane = 0; lane < SIMD_WIDTH; ++lane) {
+          if (lane_order[lane] >= simdgroup.size) continue;
+          Fiber& fiber = fibers[simdgroup.first + lane_order[lane]];
           if (fiber.state != READY) continue;
           again = progress = true;
           running = &fiber;
@@ -433,24 +282,14 @@ void run_group(std::mt19937_64* shuffle) {
       }
     }
     for (u32 i = 0; i < group_threads; ++i) waiting |= fibers[i].state != GONE;
-    if (!waiting) {
-      for (u32 s = 0; s < group_simdgroups; ++s)
-        for (u32 lane = 1; lane < simdgroups[s].size; ++lane)
-          if (fibers[simdgroups[s].first + lane].trail != fibers[simdgroups[s].first].trail) {
-            running = &fibers[simdgroups[s].first + lane];
-            snprintf(report.kind, sizeof report.kind, "divergence");
-            snprintf(report.text, sizeof report.text,
-                     "and thread %u of one simdgroup did not take part in the same simdgroup_load, _store or make_filled "
-                     "calls", simdgroups[s].first);
-            report.line = 0;
-            report.program_counter = 0;
-            faulted = true;
-            return;
-          }
-      return;
-    }
+    if (!waiting) break;
     if (!progress) return explain_deadlock();
   }
+  for (u32 s = 0; s < group_simdgroups; ++s)
+    if (Fiber* other = parted(simdgroups[s])) {
+      other->line = 0;
+      return fault_of(*other, PARTED);
+    }
 }
 
 u32 ceil_divide(u32 a, u32 b) { return (a + b - 1) / b; }
@@ -461,7 +300,7 @@ void begin_group(Three group, Three threads, Three size, Three count) {
   groups_begun.push_back({group_start, group});
   barrier_time[DEVICE] = barrier_time[THREADGROUP] = group_start;
   barrier_arrived = 0;
-  for (u32 i = FIRST_GROUP_SLOT; i < SLOTS; ++i) slots[i].size = slots[i].element = 0;
+  for (u32 i = FIRST_GROUP_SLOT; i < SLOTS; ++i) release(i);
   const Three here{std::min(size.x, threads.x - group.x * size.x), std::min(size.y, threads.y - group.y * size.y),
                    std::min(size.z, threads.z - group.z * size.z)};
   group_threads = here.x * here.y * here.z;
@@ -475,12 +314,7 @@ void begin_group(Three group, Three threads, Three size, Three count) {
   }
   for (u32 i = 0; i < group_threads; ++i) {
     Fiber& fiber = fibers[i];
-    if (!fiber.stack) {
-      fiber.stack = static_cast<u8*>(
-          mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-      if (fiber.stack == MAP_FAILED) abort();
-      prepare(fiber);
-    }
+    if (!fiber.stack) prepare(fiber, fiber_main);
     fiber.state = READY;
     fiber.trail = 0;
     const Three at{i % here.x, i / here.x % here.y, i / (here.x * here.y)};
@@ -502,14 +336,69 @@ void begin_group(Three group, Three threads, Three size, Three count) {
   }
 }
 
-void start_up() {
-  void* reserved = mmap(nullptr, MEMORY_SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (reserved == MAP_FAILED) abort();
-  msl_memory = reinterpret_cast<u64>(reserved);
+struct BufferArgument {
+  void* host;
+  u64 bytes;           // of the view
+  u64 storage_offset;  // in bytes: how the view is aligned on a GPU, where storages are
+  u32 element;
+  u32 writable;
+  const char* name;
+};
+
+struct Launch {
+  void (*entry)();
+  Three threads, group_size;
+  u64 seed;  // 0: threads run in order
+  u32 buffers;
+  BufferArgument* buffer;
+};
+
+// What a slot holds of the host's memory: a buffer, or several that overlap, so that a race through two names is a race.
+struct Region {
+  u8* host;
+  u64 bytes, lead;
+  u32 element, granule;
+  bool writable;
+  const char* name;
+};
+
+// Copies every buffer into its slot, and says where it came to lie.
+std::vector<Region> bind_buffers(const Launch& launch) {
+  std::vector<u32> by_address(launch.buffers);
+  for (u32 i = 0; i < launch.buffers; ++i) by_address[i] = i;
+  // Empty ones first: they lie nowhere, and must not part two that overlap.
+  std::sort(by_address.begin(), by_address.end(), [&](u32 a, u32 b) {
+    const BufferArgument &x = launch.buffer[a], &y = launch.buffer[b];
+    return std::make_pair(x.bytes != 0, x.host) < std::make_pair(y.bytes != 0, y.host);
+  });
+  std::vector<Region> regions;
+  std::vector<std::pair<u32, u64>> placed(launch.buffers);  // region and offset of each buffer
+  for (u32 i : by_address) {
+    const BufferArgument& argument = launch.buffer[i];
+    u8* host = static_cast<u8*>(argument.host);
+    if (regions.empty() || regions.back().bytes == 0 || host >= regions.back().host + regions.back().bytes)
+      regions.push_back({host, 0, argument.storage_offset % 256, argument.element, argument.element, false, argument.name});
+    Region& region = regions.back();
+    const u64 offset = argument.bytes ? host - region.host : 0;
+    region.bytes = std::max(region.bytes, offset + argument.bytes);
+    region.granule = std::min(region.granule, argument.element);
+    region.writable |= argument.writable != 0;
+    placed[i] = {regions.size() - 1, offset};
+  }
+  for (u32 r = 0; r < regions.size(); ++r) {
+    const Region& region = regions[r];
+    void* memory = take(r, region.lead, region.bytes, region.element, region.name);
+    if (region.bytes) memcpy(memory, region.host, region.bytes);
+    if (region.writable) watch(slots[r], region.granule);
+  }
+  for (u32 i = 0; i < launch.buffers; ++i)
+    msl_bound[i] = reinterpret_cast<void*>(slots[placed[i].first].start + placed[i].second);
+  return regions;
 }
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 namespace msl {
 extern "C" {
 
@@ -520,11 +409,11 @@ u64 msl_memory;
 void msl_fault(const char* kind, const char* text, int line) { fault_at(kind, line, 0, "%s", text); }
 
 void msl_threadgroup_barrier(u32 memory, int line) {
-  for (u32 i = 0; barrier_arrived && i < group_threads; ++i)
-    if (fibers[i].state == AT_BARRIER && fibers[i].line != line) diverged(fibers[i], "threadgroup_barrier", line);
+  if (barrier_arrived == 0) first_at_barrier = running;
+  if (barrier_arrived) check_same_place(*first_at_barrier, "threadgroup_barrier", line);
   if (++barrier_arrived < group_threads) return wait(AT_BARRIER, "threadgroup_barrier", line);
   barrier_arrived = 0;
-  for (u32 s = 0; s < group_simdgroups; ++s) check_same_trail(simdgroups[s], line);
+  for (u32 s = 0; s < group_simdgroups; ++s) check_together(simdgroups[s], line);
   ++now;
   for (u32 space = 0; space < 2; ++space)
     if (memory >> space & 1) barrier_time[space] = now;
@@ -535,25 +424,20 @@ void msl_threadgroup_barrier(u32 memory, int line) {
 Lanes& msl_exchange(const char* name, int line, const void* mine, u32 bytes, Finish finish) {
   Simdgroup& simdgroup = simdgroups[running->place.simdgroup_index_in_threadgroup];
   Lanes& lanes = simdgroup.lanes[simdgroup.parity];
-  if (simdgroup.arrived)
-    for (u32 lane = 0; lane < simdgroup.size; ++lane) {
-      const Fiber& other = fibers[simdgroup.first + lane];
-      if (other.state != AT_COLLECTIVE) continue;
-      if (other.line != line || strcmp(other.what, name) != 0) diverged(other, name, line);
-      break;
-    }
+  if (simdgroup.arrived == 0) simdgroup.first_to_come = running;
+  if (simdgroup.arrived) check_same_place(*simdgroup.first_to_come, name, line);
   memcpy(lanes.slot[running->place.thread_index_in_simdgroup], mine, bytes);
   if (++simdgroup.arrived < simdgroup.size) {
     wait(AT_COLLECTIVE, name, line);
     return lanes;
   }
-  check_same_trail(simdgroup, line);
+  check_together(simdgroup, line);
   simdgroup.arrived = 0;
   simdgroup.parity ^= 1;
   lanes.count = simdgroup.size;
   if (finish) finish(lanes);
-  for (u32 lane = 0; lane < simdgroup.size; ++lane)
-    if (fibers[simdgroup.first + lane].state == AT_COLLECTIVE) fibers[simdgroup.first + lane].state = READY;
+  for (u32 i = simdgroup.first; i < simdgroup.first + simdgroup.size; ++i)
+    if (fibers[i].state == AT_COLLECTIVE) fibers[i].state = READY;
   return lanes;
 }
 
@@ -580,13 +464,8 @@ void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, 
   const u32 index = FIRST_GROUP_SLOT + site;
   if (index >= SLOTS) fault_at("threadgroup memory", line, 0, "declares more than %u arrays", SLOTS - FIRST_GROUP_SLOT);
   Slot& slot = slots[index];
-  if (!slot.element) {  // the first thread of the group to come by
-    commit(index, PAGE + bytes);
-    slot.start = slot_base(index) + PAGE;
-    slot.size = bytes;
-    slot.element = element;
-    slot.name = name;
-    memset(reinterpret_cast<void*>(slot.start), 0xff, bytes);  // a NaN in every type
+  if (!slot.element) {                                       // the first thread of the group to come by
+    memset(take(index, 0, bytes, element, name), 0xff, bytes);  // a NaN in every type
     watch(slot, granule);
   }
   return reinterpret_cast<void*>(slot.start);
@@ -594,7 +473,7 @@ void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, 
 
 void msl_wrong_space(const volatile void* pointer, const char* name, int line) {
   const u64 address = reinterpret_cast<u64>(pointer);
-  const bool group = in_memory(address) && (address - msl_memory) / SLOT_SPAN >= FIRST_GROUP_SLOT;
+  const bool group = in_memory(address) && slot_of(address) >= FIRST_GROUP_SLOT;
   fault_at("address space", line, 0, "gets %s, a pointer to %s memory, where another address space is declared", name,
            group ? "threadgroup" : in_memory(address) ? "device or constant" : "thread");
 }
@@ -644,7 +523,7 @@ void __ubsan_handle_type_mismatch_v1_abort(Mismatch* data, u64 pointer) {
   const char* name = "an address";
   u64 at = pointer;
   if (in_memory(pointer)) {
-    Slot& slot = slots[(pointer - msl_memory) / SLOT_SPAN];
+    Slot& slot = slots[slot_of(pointer)];
     name = slot.name;
     at = pointer - slot.start;
   }
@@ -658,105 +537,48 @@ void __ubsan_handle_divrem_overflow_abort(SourceLocation* location, u64, u64) {
   fault_at("division", location->line, 0, "divides an integer by zero, or the least one by -1");
 }
 
-struct BufferArgument {
-  void* host;
-  u64 bytes;           // of the view
-  u64 storage_offset;  // in bytes: how the view is aligned on a GPU, where storages are
-  u32 element;
-  u32 writable;
-  const char* name;
-};
-
-struct Launch {
-  void (*entry)();
-  Three threads, group_size;
-  u64 seed;  // 0: threads run in order
-  u32 buffers;
-  BufferArgument* buffer;
-};
-
 // Runs every group. Returns 0, or 1 with the fault in msl_report.
 int msl_run(const Launch* launch) {
-  if (!msl_memory) start_up();
+  if (!msl_memory) reserve_memory();
   own_image = image_of(reinterpret_cast<void*>(msl_run));
   shader_image = image_of(reinterpret_cast<void*>(launch->entry));
-  // Times in the shadow outlive a dispatch; long before they would wrap, forget them.
+  // Long before times would wrap, forget them.
   if (now > 1u << 30) {
     for (Slot& slot : slots) std::fill(slot.cells.begin(), slot.cells.end(), Cell{});
     now = 1;
   }
-  for (Slot& slot : slots) slot.size = slot.element = 0, slot.shadow = nullptr;
-  for (void*& bound : msl_bound) bound = nullptr;
-
-  // Views that overlap share a slot, so that a race through two names is a race.
-  struct Region {
-    u8* host;
-    u64 bytes;
-    u32 granule;
-    bool writable;
-  };
-  std::vector<Region> regions;
-  std::vector<u32> by_address(launch->buffers);
-  for (u32 i = 0; i < launch->buffers; ++i) by_address[i] = i;
-  // Empty ones first: they lie nowhere, and must not part two that overlap.
-  std::sort(by_address.begin(), by_address.end(), [&](u32 a, u32 b) {
-    const BufferArgument &x = launch->buffer[a], &y = launch->buffer[b];
-    return std::make_pair(x.bytes != 0, x.host) < std::make_pair(y.bytes != 0, y.host);
-  });
-  for (u32 i : by_address) {
-    const BufferArgument& argument = launch->buffer[i];
-    u8* host = static_cast<u8*>(argument.host);
-    if (regions.empty() || regions.back().bytes == 0 || host >= regions.back().host + regions.back().bytes) {
-      Slot& slot = slots[regions.size()];
-      slot.start = slot_base(regions.size()) + PAGE + argument.storage_offset % 256;
-      slot.element = argument.element;
-      slot.name = argument.name;
-      regions.push_back({host, argument.bytes, argument.element, false});
-    }
-    Region& region = regions.back();
-    const u64 offset = argument.bytes ? host - region.host : 0;
-    region.bytes = std::max(region.bytes, offset + argument.bytes);
-    region.granule = std::min(region.granule, argument.element);
-    region.writable |= argument.writable;
-    msl_bound[i] = reinterpret_cast<void*>(slots[regions.size() - 1].start + offset);
-  }
+  const std::vector<Region> regions = bind_buffers(*launch);
   dispatch_start = ++now;
   groups_begun.clear();
-  for (u32 i = 0; i < regions.size(); ++i) {
-    const Region& region = regions[i];
-    Slot& slot = slots[i];
-    slot.size = region.bytes;
-    commit(i, slot.start - slot_base(i) + region.bytes);
-    if (region.bytes) memcpy(reinterpret_cast<void*>(slot.start), region.host, region.bytes);
-    if (region.writable) watch(slot, region.granule);
-  }
-
   entry = launch->entry;
   faulted = false;
-  std::mt19937_64 random(launch->seed);
+
   const Three threads = launch->threads, size = launch->group_size;
   const Three count{ceil_divide(threads.x, size.x), ceil_divide(threads.y, size.y), ceil_divide(threads.z, size.z)};
-  const u64 groups = u64(count.x) * count.y * count.z;
-  std::vector<u64> order(launch->seed ? groups : 0);
-  for (u64 i = 0; i < order.size(); ++i) order[i] = i;
-  if (launch->seed) std::shuffle(order.begin(), order.end(), random);
-  for (u64 i = 0; i < groups && !faulted; ++i) {
-    const u64 g = launch->seed ? order[i] : i;
-    begin_group({u32(g % count.x), u32(g / count.x % count.y), u32(g / count.x / count.y)}, threads, size, count);
-    run_group(launch->seed ? &random : nullptr);
+  std::mt19937_64 random(launch->seed);
+  std::vector<u32> groups(u64(count.x) * count.y * count.z);
+  u16 simdgroup_order[MAX_THREADS / SIMD_WIDTH], lane_order[SIMD_WIDTH];
+  for (u64 i = 0; i < groups.size(); ++i) groups[i] = i;
+  for (u32 i = 0; i < SIMD_WIDTH; ++i) lane_order[i] = i;
+  if (launch->seed) std::shuffle(groups.begin(), groups.end(), random);
+  for (const u32 group : groups) {
+    begin_group({group % count.x, group / count.x % count.y, group / count.x / count.y}, threads, size, count);
+    for (u32 i = 0; i < group_simdgroups; ++i) simdgroup_order[i] = i;
+    if (launch->seed) {
+      std::shuffle(simdgroup_order, simdgroup_order + group_simdgroups, random);
+      std::shuffle(lane_order, lane_order + SIMD_WIDTH, random);
+    }
+    run_group(simdgroup_order, lane_order);
+    if (faulted) break;
   }
   running = nullptr;
   if (faulted)
     for (Fiber& fiber : fibers)
-      if (fiber.stack) prepare(fiber);
-  for (u32 i = 0; i < regions.size(); ++i) {
-    const Region& region = regions[i];
-    Slot& slot = slots[i];
-    if (region.writable && region.bytes) memcpy(region.host, reinterpret_cast<void*>(slot.start), region.bytes);
-    if (slot.committed > KEEP) {
-      madvise(reinterpret_cast<void*>(slot_base(i)), slot.committed, MADV_DONTNEED);
-      if (slot.cells.size() * sizeof(Cell) > KEEP) slot.cells = {}, slot.shadow = nullptr;
-    }
+      if (fiber.stack) prepare(fiber, fiber_main);
+  for (u32 r = 0; r < regions.size(); ++r) {
+    if (regions[r].writable && regions[r].bytes)
+      memcpy(regions[r].host, reinterpret_cast<void*>(slots[r].start), regions[r].bytes);
+    release(r);
   }
   return faulted;
 }
@@ -765,3 +587,4 @@ const Report* msl_report() { return &report; }
 u64 msl_image() { return shader_image.first; }
 }
 }  // namespace msl
+#pragma GCC visibility pop

@@ -24,6 +24,7 @@ struct Place {
   u32 threads_per_simdgroup, simdgroups_per_threadgroup, thread_index_in_quadgroup, quadgroup_index_in_threadgroup;
 };
 
+#pragma GCC visibility push(default)
 extern "C" {
 extern Place msl_place;                   // of the thread that runs now
 extern void* msl_bound[MAX_BUFFERS + 1];  // what [[buffer(i)]] points at
@@ -49,5 +50,6 @@ void msl_atomic_access(const void* address, u32 bytes, bool reads, bool writes, 
 void* msl_threadgroup_array(u32 site, const char* name, u64 bytes, u32 element, u32 granule, int line);
 [[noreturn]] void msl_wrong_space(const volatile void* pointer, const char* name, int line);
 }
+#pragma GCC visibility pop
 
 }  // namespace msl
