@@ -7,10 +7,12 @@ from torch import Tensor
 
 from moefuse.backends.metal import tiles
 from moefuse.backends.metal.activation import kind_of, numbers_of
+from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.combine import Tail, weighted_sum
 from moefuse.backends.metal.grouped_linear import product, up_biases, up_rows
 from moefuse.backends.metal.launch import ceil_div, dense, launch, rows, wide
 from moefuse.backends.metal.plan import plan
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
@@ -18,9 +20,9 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    gate_up: Tensor | QuantTensor,
+    up: Tensor | QuantTensor | None,
+    down: Tensor | QuantTensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     offsets: Tensor | None,
@@ -39,12 +41,14 @@ def experts(
 ) -> None:
     tail = Tail(x, shared, shared_gate, shared_logit, residual, norm_weight)
     stacks = up_rows(gate_up, up, layout, activation.gated)
+    down_rows = Rows.of(down)
     biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     ids = ids.contiguous()
-    if x.shape[0] <= tiles.FEW_TOKENS and all(stack.stride(2) == 1 for stack in (*stacks, down)):
+    if x.shape[0] <= tiles.FEW_TOKENS and all(stack.dense for stack in (*stacks, down_rows)):
         _few(
-            rows(x), ids, weights.contiguous(), stacks, biases, down, down_bias, tail, eps, activation, out, normed_out
-        )
+            rows(x), ids, weights.contiguous(), stacks, biases, down_rows, down.shape, down_bias, tail, eps, activation,
+            out, normed_out,
+        )  # fmt: skip
         return
     S, E, I = ids.numel(), down.shape[0], down.shape[2]
     if offsets is None or order is None or inverse is None:
@@ -56,7 +60,7 @@ def experts(
     )
     y = torch.empty((S, x.shape[1]), dtype=torch.float32, device=x.device)
     product(
-        hidden, (down, down), (down_bias, down_bias), offsets, order, gather=False, scatter=False, fill=False,
+        hidden, (down_rows, down_rows), (down_bias, down_bias), offsets, order, gather=False, scatter=False, fill=False,
         activation=None, out=y,
     )  # fmt: skip
     weighted_sum(y, weights, inverse, ids, E, tail, eps, out, normed_out)
@@ -66,9 +70,10 @@ def _few(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    stacks: tuple[Tensor, Tensor],
+    stacks: tuple[Rows, Rows],
     biases: tuple[Tensor | None, Tensor | None],
-    down: Tensor,
+    down: Rows,
+    shape: torch.Size,
     down_bias: Tensor | None,
     tail: Tail,
     eps: float,
@@ -77,16 +82,17 @@ def _few(
     normed_out: Tensor | None,
 ) -> None:
     """Matrix-vector products, no plan; hidden values stay float32."""
-    (T, H), top_k, (E, _, I) = x.shape, ids.shape[1], down.shape
-    (w, u), (bias, up_bias) = stacks, biases
+    (T, H), top_k, (E, _, I) = x.shape, ids.shape[1], shape
+    ((w, w_code), (u, u_code)), (bias, up_bias) = stacks, biases
     normed = out if normed_out is None else normed_out
-    files = ("combine", "few")
+    files = ("combine", "blocks", "few")
     last_bias = dense(down_bias, x)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     macros = {
         "X_T": x.dtype, "BIAS_T": x.dtype if bias is None else bias.dtype, "DOWN_BIAS_T": last_bias.dtype,
-        "WIDE": wide(x, w, u, down, hidden), "Y_T": x.dtype, "WEIGHT_T": weights.dtype, **tail.types,
-        "OUT_T": out.dtype, "NORMED_T": normed.dtype, "ID_T": ids.dtype,
+        "W_T": w.dtype, "U_T": u.dtype, "DOWN_T": down.data.dtype, "W_FORMAT": w_code, "U_FORMAT": u_code,
+        "DOWN_FORMAT": down.code, "WIDE": wide(x, hidden, *numbers(*stacks, down)), "Y_T": x.dtype,
+        "WEIGHT_T": weights.dtype, **tail.types, "OUT_T": out.dtype, "NORMED_T": normed.dtype, "ID_T": ids.dtype,
     }  # fmt: skip
     launch(
         "few_up", files, macros, (ceil_div(I, 8), T * top_k), 128, x, ids, w, u, x if bias is None else bias,
@@ -97,8 +103,8 @@ def _few(
     )  # fmt: skip
     total = torch.empty((T, H) if tail.has_norm else 1, dtype=torch.float32, device=x.device)
     launch(
-        "few_down", files, macros, (ceil_div(H, 8), T), 128, hidden, ids, weights, down, last_bias,
-        tail.shared, tail.factor, tail.residual, total, out, [I, *down.stride()[:2], int(down_bias is not None)],
+        "few_down", files, macros, (ceil_div(H, 8), T), 128, hidden, ids, weights, down.data, last_bias,
+        tail.shared, tail.factor, tail.residual, total, out, [I, *down.data.stride()[:2], int(down_bias is not None)],
         tail.sizes(H, top_k, E, None, ids),
     )  # fmt: skip
     if tail.has_norm:

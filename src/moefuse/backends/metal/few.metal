@@ -1,5 +1,5 @@
-// Experts for few tokens: each assignment is a matrix-vector product, no plan; needs combine.metal before it.
-// Macros: X_T, BIAS_T, DOWN_BIAS_T, WIDE and those of combine.metal. A threadgroup is four simdgroups of two results each.
+// Experts for few tokens: each assignment is a matrix-vector product, no plan; needs combine.metal and blocks.metal before it.
+// Macros: X_T, BIAS_T, DOWN_BIAS_T; W_T, U_T, DOWN_T and their W_FORMAT, U_FORMAT, DOWN_FORMAT; those of the two. A threadgroup is four simdgroups of two results each.
 
 struct FewSizes {
     long E;
@@ -28,8 +28,8 @@ struct FewNumbers {
 kernel void few_up(
     device const X_T* x [[buffer(0)]],
     device const ID_T* ids [[buffer(1)]],
-    device const X_T* w [[buffer(2)]],
-    device const X_T* u [[buffer(3)]],
+    device const W_T* w [[buffer(2)]],
+    device const U_T* u [[buffer(3)]],
     device const BIAS_T* w_bias [[buffer(4)]],
     device const BIAS_T* u_bias [[buffer(5)]],
     device float* hidden [[buffer(6)]],
@@ -48,10 +48,10 @@ kernel void few_up(
     if (n >= sizes.N) return;
     // Two results at once share what is read of x; the second of a lone last row repeats the first and is not kept.
     long next = n + 1 < sizes.N ? n + 1 : n;
-    device const X_T* w0 = w + expert * sizes.stride_we + n * sizes.stride_wn;
-    device const X_T* w1 = w + expert * sizes.stride_we + next * sizes.stride_wn;
-    device const X_T* u0 = u + expert * sizes.stride_ue + n * sizes.stride_un;
-    device const X_T* u1 = u + expert * sizes.stride_ue + next * sizes.stride_un;
+    device const W_T* w0 = w + expert * sizes.stride_we + n * sizes.stride_wn;
+    device const W_T* w1 = w + expert * sizes.stride_we + next * sizes.stride_wn;
+    device const U_T* u0 = u + expert * sizes.stride_ue + n * sizes.stride_un;
+    device const U_T* u1 = u + expert * sizes.stride_ue + next * sizes.stride_un;
     float4 g0 = float4(0.0f);
     float4 g1 = float4(0.0f);
     float4 v0 = float4(0.0f);
@@ -59,11 +59,11 @@ kernel void few_up(
     long whole = sizes.K / 4 * 4;
     for (long k = 4 * long(lane); k < whole; k += 128) {
         float4 values = load4<X_T, WIDE>(row + k);
-        g0 += values * load4<X_T, WIDE>(w0 + k);
-        g1 += values * load4<X_T, WIDE>(w1 + k);
+        g0 += values * weight4(W_FORMAT, w0, k);
+        g1 += values * weight4(W_FORMAT, w1, k);
         if (!gated) continue;
-        v0 += values * load4<X_T, WIDE>(u0 + k);
-        v1 += values * load4<X_T, WIDE>(u1 + k);
+        v0 += values * weight4(U_FORMAT, u0, k);
+        v1 += values * weight4(U_FORMAT, u1, k);
     }
     float4 shares = float4(sum4(g0), sum4(v0), sum4(g1), sum4(v1));
     long k = whole + long(lane);
@@ -101,7 +101,7 @@ kernel void few_down(
     device const float* hidden [[buffer(0)]],
     device const ID_T* ids [[buffer(1)]],
     device const WEIGHT_T* weights [[buffer(2)]],
-    device const X_T* w [[buffer(3)]],
+    device const DOWN_T* w [[buffer(3)]],
     device const DOWN_BIAS_T* bias [[buffer(4)]],
     device const SHARED_T* shared [[buffer(5)]],
     device const FACTOR_T* factor [[buffer(6)]],
@@ -124,9 +124,9 @@ kernel void few_down(
         if (!slot_lives(ids, sizes, s)) continue;
         float weight = float(weights[s]);
         device const float* h = hidden + s * down.K;
-        device const X_T* stack = w + long(ids[s]) * down.stride_we;
-        share += weight * dot_share<float, X_T, WIDE>(h, stack + n * down.stride_wn, down.K, lane);
-        next_share += weight * dot_share<float, X_T, WIDE>(h, stack + next * down.stride_wn, down.K, lane);
+        device const DOWN_T* stack = w + long(ids[s]) * down.stride_we;
+        share += weight * row_share(DOWN_FORMAT, h, stack + n * down.stride_wn, down.K, lane);
+        next_share += weight * row_share(DOWN_FORMAT, h, stack + next * down.stride_wn, down.K, lane);
     }
     float sum = simd_sum(share);
     float next_sum = simd_sum(next_share);

@@ -50,7 +50,7 @@ def gate(
         launch("gate_logits", files, macros, (ceil_div(E, 8), T), 256, x, weight, norm, logits, sizes, E)
     else:
         launch(
-            "gate_logits_tiled", ("tiles", "gate_tiled"),
+            "gate_logits_tiled", ("blocks", "tiles", "gate_tiled"),
             {"X_T": x.dtype, "W_T": weight.dtype, "NORM_T": norm.dtype, "WIDE": aligned},
             (ceil_div(E, tiles.BLOCK_N), ceil_div(T, tiles.BLOCK_M)), 128, x, weight, norm, logits,
             [T, E, H, x.stride(0), weight.stride(0), int(norm_weight is not None)],

@@ -43,7 +43,7 @@ kernel void gate_logits_tiled(
                 if (h + long(k) < sizes.H) a[thread_index / 4 * BLOCK_K + k] *= float(norm[h + long(k)]);
             }
         }
-        load_weight(router, b, first_e, h, sizes.E, sizes.H, sizes.stride_we, 1, thread_index);
+        load_weight(NUMBERS, router, b, first_e, h, sizes.E, sizes.H, sizes.stride_we, 1, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_tiles(a, b, sums, sg);
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -1,5 +1,5 @@
 // The grouped product: rows times their expert's matrix, the activation in its epilogue; needs tiles.metal before it.
-// Macros: X_T, BIAS_T, OUT_T element types; GATED (0, 1): gate and up products side by side; those of tiles.metal.
+// Macros: X_T, W_T, U_T, BIAS_T, OUT_T element types; W_FORMAT, U_FORMAT: numbers or blocks; GATED (0, 1): gate and up products side by side; those of tiles.metal.
 
 struct ProductSizes {
     long S;
@@ -75,7 +75,7 @@ inline void find_tile(
 kernel void grouped_product(
     device const X_T* x [[buffer(0)]],
     device const W_T* w [[buffer(1)]],
-    device const W_T* u [[buffer(2)]],
+    device const U_T* u [[buffer(2)]],
     device const BIAS_T* w_bias [[buffer(3)]],
     device const BIAS_T* u_bias [[buffer(4)]],
     device const int* offsets [[buffer(5)]],
@@ -121,10 +121,10 @@ kernel void grouped_product(
     for (long k = 0; k < K; k += BLOCK_K) {
         load_rows(x, starts, a, k, K, thread_index);
         device const W_T* stack = w + expert * sizes.stride_we;
-        load_weight(stack, b, first_n, k, sizes.N, K, sizes.stride_wn, sizes.stride_wk, thread_index);
+        load_weight(W_FORMAT, stack, b, first_n, k, sizes.N, K, sizes.stride_wn, sizes.stride_wk, thread_index);
 #if GATED
-        stack = u + expert * sizes.stride_ue;
-        load_weight(stack, b_up, first_n, k, sizes.N, K, sizes.stride_un, sizes.stride_uk, thread_index);
+        device const U_T* up_stack = u + expert * sizes.stride_ue;
+        load_weight(U_FORMAT, up_stack, b_up, first_n, k, sizes.N, K, sizes.stride_un, sizes.stride_uk, thread_index);
 #endif
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_tiles(a, b, sums, sg);

@@ -6,19 +6,25 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal.activation import kind_of, numbers_of
+from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.launch import ceil_div, launch, rows, wide
 from moefuse.backends.metal.tiles import BLOCK_M, BLOCK_N
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 
-def up_rows(gate_up: Tensor, up: Tensor | None, layout: str, gated: bool) -> tuple[Tensor, Tensor]:
-    """Gate rows and up rows as views ``[E, I, H]``, whatever the layout."""
+def up_rows(
+    gate_up: Tensor | QuantTensor, up: Tensor | QuantTensor | None, layout: str, gated: bool
+) -> tuple[Rows, Rows]:
+    """Gate rows and up rows as views, whatever the layout."""
+    both = Rows.of(gate_up)
     if not gated:
-        return gate_up, gate_up
+        return both, both
     if up is not None:
-        return gate_up, up
-    I = gate_up.shape[1] // 2
-    return (gate_up[:, :I], gate_up[:, I:]) if layout == "halves" else (gate_up[:, ::2], gate_up[:, 1::2])
+        return both, Rows.of(up)
+    I, data = gate_up.shape[1] // 2, both.data
+    first, second = (data[:, :I], data[:, I:]) if layout == "halves" else (data[:, ::2], data[:, 1::2])
+    return both._replace(data=first), both._replace(data=second)
 
 
 def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -38,7 +44,7 @@ def _most_tiles(S: int, E: int) -> int:
 
 def product(
     x: Tensor,
-    stacks: tuple[Tensor, Tensor],
+    stacks: tuple[Rows, Rows],
     biases: tuple[Tensor | None, Tensor | None],
     offsets: Tensor,
     order: Tensor,
@@ -51,28 +57,36 @@ def product(
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``; ``fill`` writes zeros for assignments without an expert."""
     (S, N), E, K = out.shape, offsets.shape[0] - 1, x.shape[1]
-    x, (w, u), (bias, up_bias) = rows(x), stacks, biases
+    x, ((w, w_code), (u, u_code)), (bias, up_bias) = rows(x), stacks, biases
     gated = activation is not None and activation.gated
     bias_type = x.dtype if bias is None else bias.dtype
-    macros = {"X_T": x.dtype, "W_T": w.dtype, "BIAS_T": bias_type, "OUT_T": out.dtype, "GATED": int(gated),
-              "WIDE": wide(x, w, u)}  # fmt: skip
+    macros = {"X_T": x.dtype, "W_T": w.dtype, "U_T": u.dtype, "W_FORMAT": w_code, "U_FORMAT": u_code,
+              "BIAS_T": bias_type, "OUT_T": out.dtype, "GATED": int(gated),
+              "WIDE": wide(x, *numbers(*stacks))}  # fmt: skip
     sizes = [
         S, E, N, K, max(1, S // max(1, x.shape[0])), int(gather), int(scatter), int(fill), x.stride(0), *w.stride(),
         *u.stride(), int(bias is not None), *((0, 0) if bias is None else bias.stride()), kind_of(activation),
     ]  # fmt: skip
     launch(
-        "grouped_product", ("tiles", "grouped_linear"), macros, (ceil_div(N, BLOCK_N), _most_tiles(S, E)), 128, x, w, u,
-        x if bias is None else bias, x if up_bias is None else up_bias, offsets, order, out, sizes,
-        numbers_of(activation),
+        "grouped_product", ("blocks", "tiles", "grouped_linear"), macros,
+        (ceil_div(N, BLOCK_N), _most_tiles(S, E)), 128, x, w, u, x if bias is None else bias,
+        x if up_bias is None else up_bias, offsets, order, out, sizes, numbers_of(activation),
     )  # fmt: skip
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, gather: bool, scatter: bool
+    x: Tensor,
+    weight: Tensor | QuantTensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    order: Tensor,
+    gather: bool,
+    scatter: bool,
 ) -> Tensor:
+    stack = Rows.of(weight)
     out = torch.empty((order.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
     product(
-        x, (weight, weight), (bias, bias), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
+        x, (stack, stack), (bias, bias), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
         out=out,
     )  # fmt: skip
     return out
@@ -85,7 +99,7 @@ def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gathe
         return out.zero_()
     grad, x = rows(grad), rows(x)
     launch(
-        "grouped_outer", ("tiles", "grouped_outer"), {"X_T": x.dtype, "W_T": x.dtype, "WIDE": "false"},
+        "grouped_outer", ("blocks", "tiles", "grouped_outer"), {"X_T": x.dtype, "WIDE": "false"},
         (ceil_div(K, BLOCK_N), ceil_div(N, BLOCK_M), E), 128, grad, x, offsets, order, out,
         [N, K, max(1, S // max(1, x.shape[0])), int(gather), int(scatter), grad.stride(0), x.stride(0)],
     )  # fmt: skip

@@ -22,6 +22,7 @@ _TYPES = {
     torch.bfloat16: "bfloat",
     torch.int32: "int",
     torch.int64: "long",
+    torch.uint8: "uchar",
 }
 
 

@@ -1,5 +1,5 @@
-// Tiles of simdgroup matrices, float32 inside whatever the types. Macros: W_T, the weights' type; WIDE (true, false): vectors
-// of four may be read. A threadgroup is 128 threads, four simdgroups in a square, each with 16 by 32 of the result.
+// Tiles of simdgroup matrices, float32 inside whatever the types. Needs blocks.metal before it.
+// A threadgroup is 128 threads, four simdgroups in a square, each with 16 by 32 of the result.
 
 #define BLOCK_M 32
 #define BLOCK_N 64
@@ -51,8 +51,8 @@ inline void flush_sums(
 
 // Four neighbours of a row from column k on, zeros from K on.
 template <typename T>
-inline float4 load4_within(device const T* row, long k, long K) {
-    if (k + 4 <= K) return load4<T, WIDE>(row + k);
+inline float4 load4_within(int format, device const T* row, long k, long K) {
+    if (k + 4 <= K) return weight4(format, row, k);
     float4 found = float4(0.0f);
     for (int i = 0; i < 4; ++i) {
         if (k + i < K) found[i] = float(row[k + i]);
@@ -68,15 +68,17 @@ inline void load_rows(
     long start = starts[m];
     for (uint i = 0; i < 2; ++i) {
         uint k = 8 * (thread_index % 4) + 4 * i;
-        float4 found = start < 0 ? float4(0.0f) : load4_within(x + start, first + long(k), K);
+        float4 found = start < 0 ? float4(0.0f) : load4_within(NUMBERS, x + start, first + long(k), K);
         threadgroup float* to = a + m * BLOCK_K + k;
         for (int c = 0; c < 4; ++c) to[c] = found[c];
     }
 }
 
 // Rows n of a weight [N, K] to b [BLOCK_K, BLOCK_N]. Neighbouring threads read neighbouring memory in either layout.
+template <typename T>
 inline void load_weight(
-    device const W_T* w,
+    int format,
+    device const T* w,
     threadgroup float* b,
     long first_n,
     long first_k,
@@ -90,7 +92,7 @@ inline void load_weight(
         for (uint i = 0; i < 4; ++i) {
             uint k = 16 * (thread_index % 2) + 4 * i;
             float4 found = float4(0.0f);
-            if (n < N) found = load4_within(w + n * stride_n, first_k + long(k), K);
+            if (n < N) found = load4_within(format, w + n * stride_n, first_k + long(k), K);
             for (int c = 0; c < 4; ++c) b[(k + uint(c)) * BLOCK_N + thread_index / 2] = found[c];
         }
         return;
