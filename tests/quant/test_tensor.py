@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,3 +156,28 @@ def test_out_and_float64(rng: torch.Generator) -> None:
     assert want.dtype == torch.float64
     assert float((out - want).abs().max()) <= 1e-5 * float(want.abs().max())
     assert (out[2] == 0).all()
+
+
+@pytest.mark.slow
+def test_a_stack_of_more_than_two_gigabytes(target: tuple[str, str], tmp_path: Path, rng: torch.Generator) -> None:
+    """1,024 experts in a sparse file, of which the last two have numbers: offsets take more than 32 bits."""
+    backend, device = target
+    if device != "cpu":
+        pytest.skip("a map lies in the memory of the processor")
+    few = random_blocks("Q4_K:exact", (2, 2048, 2048), rng, 2048**-0.5)
+    path, size = tmp_path / "stack", few[0].nbytes
+    with path.open("wb") as file:
+        file.truncate(1024 * size)
+        file.seek(1022 * size)
+        file.write(few.blocks.numpy().tobytes())
+    stack = QuantTensor(
+        torch.from_file(str(path), size=1024 * size, dtype=torch.uint8).view(1024, 2048, -1), "Q4_K", True
+    )
+    assert stack.nbytes > 2**31
+    x = torch.randn(2, 2048, generator=rng)
+    plan = moefuse.plan(torch.tensor([[1023], [1022]]), 1024)
+    got = moefuse.grouped_linear(x, stack, plan, gather=True, scatter=True, backend=backend)
+    want = torch.stack(
+        [few[1].dequantize(torch.float64) @ x[0].double(), few[0].dequantize(torch.float64) @ x[1].double()]
+    )
+    assert float((got - want).abs().max()) <= 1e-5 * float(want.abs().max())
