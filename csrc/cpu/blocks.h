@@ -29,6 +29,22 @@ struct Block {
   static constexpr bool kSigned = Signed;
 };
 
+// One weight row per lane, and what to fetch while they are read: as many bytes, where the next rows usually lie.
+struct Source {
+  const char* const* rows;
+  uintptr_t ahead;
+};
+
+inline void load_columns(Source& from, int64_t at, Bytes* out) {
+  constexpr int64_t kRead = 16 * kLanes;
+#pragma GCC unroll 2
+  for (int64_t line = 0; line < kRead; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from.ahead + static_cast<uintptr_t>(line)), 0, 3);
+  }
+  from.ahead += kRead;
+  load_columns(from.rows, at, out);
+}
+
 inline Bytes repeat(uint8_t x) { return Bytes{} + x; }
 inline Words words(Bytes v) { return reinterpret_cast<Words>(v); }
 inline Bytes bytes(Words v) { return reinterpret_cast<Bytes>(v); }
@@ -47,19 +63,19 @@ inline Vec signed_byte_of(Words v, int i) { return to_float((reinterpret_cast<In
 
 // A 16-bit or 32-bit field of every row, in the low bits of each lane.
 template <class Field>
-inline Words load_fields(const char* const* rows, int64_t at) {
+inline Words load_fields(Source& rows, int64_t at) {
   Words out;
 #pragma GCC unroll 8
   for (int l = 0; l < kLanes; ++l) {
     Field field;
-    __builtin_memcpy(&field, rows[l] + at, sizeof field);
+    __builtin_memcpy(&field, rows.rows[l] + at, sizeof field);
     out[l] = field;
   }
   return out;
 }
 
 // 16 bytes of each row: elements 0 to 15 of a group of 32 in the low nibbles, 16 to 31 in the high ones.
-inline void load_nibbles(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_nibbles(Source& rows, int64_t at, Bytes* q) {
   Bytes raw[4];
   load_columns(rows, at, raw);
 #pragma GCC unroll 4
@@ -80,7 +96,7 @@ inline void add_fifth_bits(Words high, Bytes* q) {
 }
 
 struct Q4_0 : Block<32, 18, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     offset[0] = scale[0] * splat(-8);
     load_nibbles(rows, at + 2, q);
@@ -88,7 +104,7 @@ struct Q4_0 : Block<32, 18, 32, 8> {
 };
 
 struct Q4_1 : Block<32, 20, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at);
     scale[0] = from_f16(pair);
     offset[0] = from_f16(pair >> 16);
@@ -97,7 +113,7 @@ struct Q4_1 : Block<32, 20, 32, 8> {
 };
 
 struct Q5_0 : Block<32, 22, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     offset[0] = scale[0] * splat(-16);
     load_nibbles(rows, at + 6, q);
@@ -106,7 +122,7 @@ struct Q5_0 : Block<32, 22, 32, 4> {
 };
 
 struct Q5_1 : Block<32, 24, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at);
     scale[0] = from_f16(pair);
     offset[0] = from_f16(pair >> 16);
@@ -116,7 +132,7 @@ struct Q5_1 : Block<32, 24, 32, 4> {
 };
 
 struct Q8_0 : Block<32, 34, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     load_columns(rows, at + 2, q);
     load_columns(rows, at + 18, q + 4);
@@ -125,21 +141,21 @@ struct Q8_0 : Block<32, 34, 32, 1, true> {
 
 constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-inline void load_non_linear(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_non_linear(Source& rows, int64_t at, Bytes* q) {
   load_nibbles(rows, at, q);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) q[j] = look_up(reinterpret_cast<const uint8_t*>(kNonLinear), q[j]);
 }
 
 struct IQ4_NL : Block<32, 18, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     load_non_linear(rows, at + 2, q);
   }
 };
 
 struct IQ4_XS : Block<256, 136, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     Words head = load_fields<uint32_t>(rows, at), low = load_fields<uint32_t>(rows, at + 4);
     Vec d = from_f16(head);
 #pragma GCC unroll 8
@@ -155,7 +171,7 @@ struct IQ4_XS : Block<256, 136, 32, 1, true> {
 constexpr uint8_t kFloat4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct MXFP4 : Block<32, 17, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     // Half of 2**(e - 127), as the table is doubled; it is subnormal for e below 2.
     Words e = load_fields<uint8_t>(rows, at), normal = (e - 1u) << 23, subnormal = (Words{} + 0x00200000u) << e;
     scale[0] = reinterpret_cast<Vec>(e < 2u ? subnormal : normal);
@@ -167,7 +183,7 @@ struct MXFP4 : Block<32, 17, 32, 4> {
 };
 
 // The head that Q4_K and Q5_K share: d and dmin, then eight 6-bit scales and eight 6-bit mins in 12 bytes.
-inline void load_scales_and_mins(const char* const* rows, int64_t at, Vec* scale, Vec* offset) {
+inline void load_scales_and_mins(Source& rows, int64_t at, Vec* scale, Vec* offset) {
   Bytes head[4];
   load_columns(rows, at, head);
   Vec d = from_f16(words(head[0])), dmin = from_f16(words(head[0]) >> 16) * splat(-1);
@@ -181,7 +197,7 @@ inline void load_scales_and_mins(const char* const* rows, int64_t at, Vec* scale
 }
 
 struct Q4_K : Block<256, 144, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     load_scales_and_mins(rows, at, scale, offset);
     for (int pair = 0; pair < 4; ++pair) {
 #pragma GCC unroll 2
@@ -200,7 +216,7 @@ struct Q4_K : Block<256, 144, 32, 8> {
 };
 
 struct Q5_K : Block<256, 176, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     load_scales_and_mins(rows, at, scale, offset);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -215,7 +231,7 @@ struct Q5_K : Block<256, 176, 32, 4> {
 
   // Half of groups 2 Pair and 2 Pair + 1, whose fifth bits are those two bits of `high`.
   template <int Pair>
-  static void add_pair(const char* const* rows, int64_t at, const Bytes* high, Bytes* q) {
+  static void add_pair(Source& rows, int64_t at, const Bytes* high, Bytes* q) {
     Bytes raw[4];
     load_columns(rows, at + 48 + 32 * Pair, raw);
 #pragma GCC unroll 4
@@ -227,7 +243,7 @@ struct Q5_K : Block<256, 176, 32, 4> {
 };
 
 struct Q6_K : Block<256, 210, 16, 2> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Vec d = from_f16(load_fields<uint16_t>(rows, at + 208));
     Bytes scales[4];
     load_columns(rows, at + 192, scales);
@@ -255,7 +271,7 @@ struct Q6_K : Block<256, 210, 16, 2> {
 };
 
 // 16 bytes whose pairs of bits are 16 elements of each of four groups of 32.
-inline void load_crumbs(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_crumbs(Source& rows, int64_t at, Bytes* q) {
   Bytes raw[4];
   load_columns(rows, at, raw);
 #pragma GCC unroll 4
@@ -268,7 +284,7 @@ inline void load_crumbs(const char* const* rows, int64_t at, Bytes* q) {
 }
 
 struct Q2_K : Block<256, 84, 16, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at + 80);
     Vec d = from_f16(pair), dmin = from_f16(pair >> 16) * splat(-1);
     Bytes scales[4];
@@ -287,7 +303,7 @@ struct Q2_K : Block<256, 84, 16, 4> {
 };
 
 struct Q3_K : Block<256, 110, 16, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Vec d = from_f16(load_fields<uint16_t>(rows, at + 108));
     Bytes a = bytes(load_fields<uint32_t>(rows, at + 96)), b = bytes(load_fields<uint32_t>(rows, at + 100));
     Bytes c = bytes(load_fields<uint32_t>(rows, at + 104));
