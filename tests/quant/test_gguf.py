@@ -85,7 +85,7 @@ def test_experts_are_views_of_the_map(path: Path) -> None:
     """No copy; a write stays in this process."""
     file = read(path)
     stack = file["Q4_K"]
-    base = file._data.data_ptr()
+    base = file._maps[0].data_ptr()
     assert stack[1].blocks.data_ptr() == base + file.infos["Q4_K"].offset + stack.nbytes // 2
     before = path.read_bytes()
     file["torch.float32"].zero_()
@@ -99,6 +99,40 @@ def test_the_map_outlives_file_and_name(path: Path) -> None:
     write(path, {"general.architecture": "other"}, {"x": torch.ones(4)})
     assert torch.equal(stack.blocks, want)
     assert list(read(path)) == ["x"]
+
+
+def split(folder: Path, claimed: object = 3) -> Path:
+    for part in range(3):
+        keys = METADATA | {"split.count": claimed, "split.no": part}
+        made = {f"w{part}": torch.full((2,), float(part)), f"v{part}": torch.ones(1)}
+        write(folder / f"m-{part + 1:05}-of-00003.gguf", keys, made)
+    return folder / "m-00001-of-00003.gguf"
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    file = read(split(tmp_path))
+    assert list(file) == ["w0", "v0", "w1", "v1", "w2", "v2"]
+    assert [file[f"w{part}"].tolist() for part in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert file.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_parts_that_do_not_fit(tmp_path: Path) -> None:
+    first = split(tmp_path)
+    second = tmp_path / "m-00002-of-00003.gguf"
+    with pytest.raises(ValueError, match=r"must be the first of its 3 files, named NAME-00001-of-00003\.gguf"):
+        read(second)
+    write(second, METADATA, {"w0": torch.ones(1)})
+    with pytest.raises(ValueError, match="parts must not share tensors, got 'w0' twice"):
+        read(first)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match="m-00002-of-00003"):
+        read(first)
+    for claimed in (7, 2**40):
+        with pytest.raises(ValueError, match=f"must be the first of its {claimed} files"):
+            read(split(tmp_path, claimed))
+    for claimed in (-1, "x", 1.5, [3, 3]):
+        with pytest.raises(ValueError, match="split.count must be a number of files, got"):  # noqa: RUF043
+            read(split(tmp_path, claimed))
 
 
 def test_formats_that_cannot_be_read_are_listed_and_named(tmp_path: Path) -> None:
