@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 import moefuse
 from moefuse import QuantTensor, Routing
 from moefuse.ops import select
+from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import unwrap, wrap
+from moefuse.testing.cases import formats_of
 from moefuse.testing.random_blocks import random_blocks
 
 E, N, K = 4, 6, 512
@@ -181,3 +185,40 @@ def test_a_stack_of_more_than_two_gigabytes(target: tuple[str, str], tmp_path: P
         [few[1].dequantize(torch.float64) @ x[0].double(), few[0].dequantize(torch.float64) @ x[1].double()]
     )
     assert float((got - want).abs().max()) <= 1e-5 * float(want.abs().max())
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    formats=st.tuples(*[st.sampled_from([None, *FORMATS])] * 3),
+    sizes=st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 3)),
+    joined=st.booleans(),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_any_mix_of_formats(
+    target: tuple[str, str], formats: tuple[str | None, ...], sizes: tuple[int, int, int], joined: bool, seed: int
+) -> None:
+    """Blocks give what their numbers give, whatever stands beside them."""
+    backend, device = target
+    assume({name for name in formats if name}.issubset(formats_of(backend)))
+    T, experts, top_k = sizes
+    H, I, rng = 256, 512, torch.Generator().manual_seed(seed)
+    gate, up, down = (None if name is None else f"{name}:exact" for name in formats)
+
+    def stack(spec: str | None, *shape: int) -> torch.Tensor | QuantTensor:
+        rms = shape[-1] ** -0.5
+        return torch.randn(shape, generator=rng) * rms if spec is None else random_blocks(spec, shape, rng, rms)
+
+    rows = 2 * I if joined else I
+    stacks = [stack(gate, experts, rows, H), stack(up, experts, I, H), stack(down, experts, H, I)]
+    ids = torch.randint(-1, experts + 1, (T, top_k), generator=rng)
+    x, weights = torch.randn(T, H, generator=rng), torch.rand(T, top_k, generator=rng) + 0.1
+
+    def call(x: torch.Tensor, weights: torch.Tensor, stacks: list, backend: str) -> torch.Tensor:
+        first = stacks[0] if joined else tuple(stacks[:2])
+        return moefuse.experts(x, ids.to(x.device), weights, first, stacks[2], backend=backend)
+
+    plain = [(stack.dequantize() if isinstance(stack, QuantTensor) else stack).double() for stack in stacks]
+    want = call(x.double(), weights.double(), plain, "reference")
+    got = call(x.to(device), weights.to(device), [stack.to(device) for stack in stacks], backend)
+    # The terms are of size one; their sum may cancel.
+    assert bool(((got.cpu() - want).abs() <= 1e-5 * want.abs().clamp(min=1)).all())
