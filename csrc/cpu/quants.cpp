@@ -22,7 +22,9 @@ namespace {
 
 constexpr int kStrips = 3;  // panels side by side
 constexpr int64_t kWidth = kStrips * kLanes;
-constexpr int kTileHeight = 3;
+// Rows of a tile. Spans of two steps keep two weights of each panel in registers, which leaves room for fewer sums.
+template <class F>
+constexpr int kTileHeight = F::kSpan == 2 ? 2 : 3;
 
 // Activations of the integer products: 32 at a time, with the sums that offsets are multiplied with.
 struct Group {
@@ -77,6 +79,52 @@ void pack_groups(Dtype dtype, const void* x, int64_t n, int64_t, char* out) {
   }
 }
 
+// Adds the products of a span to the sums: step by step for all rows and panels, widened at the end.
+template <class F, int M, int C>
+inline __attribute__((always_inline)) void long_span(const Panel* panels, int64_t q, const char* const* rows,
+                                                     int64_t at, bool first, Ints (&sums)[M][C]) {
+  Shorts pairs[M][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < F::kSpan; ++i) {
+    Bytes w[C];
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) w[c] = panels[c].q[q + i];
+#pragma GCC unroll 3
+    for (int m = 0; m < M; ++m) {
+      Bytes x = repeat4(rows[m] + at + 4 * i);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) {
+        Shorts product = pair_sums<F::kSigned>(w[c], x);
+        pairs[m][c] = i == 0 ? product : pairs[m][c] + product;
+        keep(pairs[m][c]);
+      }
+    }
+  }
+#pragma GCC unroll 3
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) sums[m][c] = first ? widen_pairs(pairs[m][c]) : sums[m][c] + widen_pairs(pairs[m][c]);
+  }
+}
+
+// The same for a span of one or two steps, row by row, so that only the sums stay in registers.
+template <class F, int M, int C>
+inline __attribute__((always_inline)) void short_span(const Panel* panels, int64_t q, const char* const* rows,
+                                                      int64_t at, bool first, Ints (&sums)[M][C]) {
+  constexpr int kLast = F::kSpan - 1;
+#pragma GCC unroll 3
+  for (int m = 0; m < M; ++m) {
+    Bytes x = repeat4(rows[m] + at), second = repeat4(rows[m] + at + 4 * kLast);
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) {
+      Shorts pair = pair_sums<F::kSigned>(panels[c].q[q], x);
+      if constexpr (kLast > 0) pair = pair + pair_sums<F::kSigned>(panels[c].q[q + kLast], second);
+      sums[m][c] = first ? widen_pairs(pair) : sums[m][c] + widen_pairs(pair);
+      keep(sums[m][c]);
+    }
+  }
+}
+
 // z[m] += the products of M rows of groups with C panels, over `groups` groups.
 template <class F, int M, int C>
 void multiply(const Panel* panels, const char* const* rows, int64_t groups, float (*z)[kWidth]) {
@@ -95,45 +143,25 @@ void multiply(const Panel* panels, const char* const* rows, int64_t groups, floa
       Ints sums[M][C];
 #pragma GCC unroll 8
       for (int step = 0; step < kSteps; step += F::kSpan) {
-        Shorts pairs[M][C];
-#pragma GCC unroll 8
-        for (int i = 0; i < F::kSpan; ++i) {
-          int q = part * kSteps + step + i;
-          Bytes w[C];
-#pragma GCC unroll 3
-          for (int c = 0; c < C; ++c) w[c] = panels[c].q[g * (kGroup / 4) + q];
-#pragma GCC unroll 4
-          for (int m = 0; m < M; ++m) {
-            Bytes x = repeat4(rows[m] + at + 4 * q);
-#pragma GCC unroll 3
-            for (int c = 0; c < C; ++c) {
-              Shorts product = pair_sums<F::kSigned>(w[c], x);
-              pairs[m][c] = i == 0 ? product : pairs[m][c] + product;
-              keep(pairs[m][c]);
-            }
-          }
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 3
-          for (int c = 0; c < C; ++c) {
-            Ints sum = widen_pairs(pairs[m][c]);
-            sums[m][c] = step == 0 ? sum : sums[m][c] + sum;
-          }
+        const int64_t q = part * kSteps + step;
+        if constexpr (F::kSpan <= 2) {
+          short_span<F, M, C>(panels, g * (kGroup / 4) + q, rows, at + 4 * q, step == 0, sums);
+        } else {
+          long_span<F, M, C>(panels, g * (kGroup / 4) + q, rows, at + 4 * q, step == 0, sums);
         }
       }
       int64_t s = g * kParts + part;
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         auto group = reinterpret_cast<const Group*>(rows[m] + at);
-        Vec scale = splat(group->scale);
+        Vec scale = splat(group->scale), sum = splat(kParts == 1 ? group->sum : group->halves[part]);
+        Vec centre = sum * splat(-F::kCentre);
 #pragma GCC unroll 3
         for (int c = 0; c < C; ++c) {
-          acc[m][c] = fma(to_float(sums[m][c]) * scale, panels[c].scale[s], acc[m][c]);
-          if constexpr (!F::kSigned) {
-            Vec sum = splat(kParts == 1 ? group->sum : group->halves[part]);
-            acc[m][c] = fma(sum, panels[c].offset[s], acc[m][c]);
-          }
+          Vec product = to_float(sums[m][c]);
+          product = F::kCentre > 0 ? fma(product, scale, centre) : product * scale;
+          acc[m][c] = fma(product, panels[c].scale[s], acc[m][c]);
+          if constexpr (F::kHasOffsets) acc[m][c] = fma(sum, panels[c].offset[s], acc[m][c]);
         }
       }
     }
@@ -147,7 +175,7 @@ void multiply(const Panel* panels, const char* const* rows, int64_t groups, floa
 
 // What `multiply` needs of a format, so that formats alike in it share the code.
 template <class F>
-using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kSigned>;
+using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kCentre>;
 
 // The same in f32: weights [k, C * kLanes], activation rows as they are.
 template <int M, int C>
@@ -182,8 +210,10 @@ void expand(const Panel* panels, int64_t k, float* w) {
     for (int c = 0; c < C; ++c) {
       Words q = words(panels[c].q[i / 4]);
       int byte = static_cast<int>(i % 4);
-      Vec v = (F::kSigned ? signed_byte_of(q, byte) : byte_of(q, byte)) * panels[c].scale[i / F::kGroup];
-      if constexpr (!F::kSigned) v = v + panels[c].offset[i / F::kGroup];
+      Vec v = F::kSigned ? signed_byte_of(q, byte) : byte_of(q, byte);
+      if constexpr (F::kCentre > 0) v = v - splat(F::kCentre);
+      v = v * panels[c].scale[i / F::kGroup];
+      if constexpr (F::kHasOffsets) v = v + panels[c].offset[i / F::kGroup];
       store(w + (i * C + c) * kLanes, v);
     }
   }
@@ -221,7 +251,7 @@ struct Exact {
 };
 
 // tile<M, C> for an M known at run time.
-template <class Product, int C, int M = kTileHeight>
+template <class Product, int C, int M>
 void row_tile(const Product& product, const Panel* panels, const char* const* a, int64_t rows, int64_t k,
               float (*z)[kWidth]) {
   if (rows == M) {
@@ -245,10 +275,11 @@ void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at
     ahead = from.ahead;
   }
   product.template prepare<C>(panels, k);
-  int64_t tiles = (rows + kTileHeight - 1) / kTileHeight;
+  constexpr int kHeight = kTileHeight<F>;
+  int64_t tiles = (rows + kHeight - 1) / kHeight;
   for (int64_t t = 0; t < tiles; ++t) {
     int64_t m = rows * t / tiles;
-    row_tile<Product, C>(product, panels, a + m, rows * (t + 1) / tiles - m, k, z + m);
+    row_tile<Product, C, kHeight>(product, panels, a + m, rows * (t + 1) / tiles - m, k, z + m);
   }
 }
 
