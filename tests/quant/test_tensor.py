@@ -220,5 +220,5 @@ def test_any_mix_of_formats(
     plain = [(stack.dequantize() if isinstance(stack, QuantTensor) else stack).double() for stack in stacks]
     want = call(x.double(), weights.double(), plain, "reference")
     got = call(x.to(device), weights.to(device), [stack.to(device) for stack in stacks], backend)
-    # The terms are of size one, so that a row which cancels is held to one; measured, errors stay below a tenth of this.
+    # The terms are of size one, so a row that cancels is held to one. Measured, errors stay below a tenth of this.
     assert bool(((got.cpu() - want).abs() <= 1e-5 * want.abs().amax(-1, keepdim=True).clamp(min=1)).all())
