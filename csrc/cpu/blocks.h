@@ -1,7 +1,8 @@
 // The block formats of GGUF: what the bytes of a block mean, for one weight row per lane.
 //
-// All come down to one form, w[k] = scale[g] * q[k] + offset[g], where q is a byte and g the group of 16 or 32 that
-// k falls in. `decode` reads the block at `at` of each row and nothing beyond it.
+// All come down to one form, w[k] = scale[g] * (q[k] - centre) + offset[g], where q is a byte, g the group of 16 or 32
+// that k falls in, and either the centre or the offsets are zero. `decode` reads the block at `at` of each row and
+// nothing beyond it.
 #pragma once
 
 #include "kernels.h"
@@ -19,15 +20,35 @@ struct Panel {
 };
 
 // Group: elements that share a scale. Span: steps of four elements whose products with activations of at most 127
-// add up in 16 bits. Signed: q is int8, and there are no offsets.
-template <int64_t BlockSize, int64_t BlockBytes, int Group, int Span, bool Signed = false>
+// add up in 16 bits. Centre: 0 where q is int8; kOffsets where every group has an offset instead.
+constexpr int kOffsets = -1;
+
+template <int64_t BlockSize, int64_t BlockBytes, int Group, int Span, int Centre>
 struct Block {
   static constexpr int64_t kSize = BlockSize;
   static constexpr int64_t kBytes = BlockBytes;
   static constexpr int kGroup = Group;
   static constexpr int kSpan = Span;
-  static constexpr bool kSigned = Signed;
+  static constexpr int kCentre = Centre;
+  static constexpr bool kSigned = Centre == 0;
+  static constexpr bool kHasOffsets = Centre == kOffsets;
 };
+
+// One weight row per lane, and what to fetch while they are read: as many bytes, where the next rows usually lie.
+struct Source {
+  const char* const* rows;
+  uintptr_t ahead;
+};
+
+inline void load_columns(Source& from, int64_t at, Bytes* out) {
+  constexpr int64_t kRead = 16 * kLanes;
+#pragma GCC unroll 2
+  for (int64_t line = 0; line < kRead; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from.ahead + static_cast<uintptr_t>(line)), 0, 3);
+  }
+  from.ahead += kRead;
+  load_columns(from.rows, at, out);
+}
 
 inline Bytes repeat(uint8_t x) { return Bytes{} + x; }
 inline Words words(Bytes v) { return reinterpret_cast<Words>(v); }
@@ -47,19 +68,19 @@ inline Vec signed_byte_of(Words v, int i) { return to_float((reinterpret_cast<In
 
 // A 16-bit or 32-bit field of every row, in the low bits of each lane.
 template <class Field>
-inline Words load_fields(const char* const* rows, int64_t at) {
+inline Words load_fields(Source& rows, int64_t at) {
   Words out;
 #pragma GCC unroll 8
   for (int l = 0; l < kLanes; ++l) {
     Field field;
-    __builtin_memcpy(&field, rows[l] + at, sizeof field);
+    __builtin_memcpy(&field, rows.rows[l] + at, sizeof field);
     out[l] = field;
   }
   return out;
 }
 
 // 16 bytes of each row: elements 0 to 15 of a group of 32 in the low nibbles, 16 to 31 in the high ones.
-inline void load_nibbles(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_nibbles(Source& rows, int64_t at, Bytes* q) {
   Bytes raw[4];
   load_columns(rows, at, raw);
 #pragma GCC unroll 4
@@ -79,16 +100,15 @@ inline void add_fifth_bits(Words high, Bytes* q) {
   }
 }
 
-struct Q4_0 : Block<32, 18, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q4_0 : Block<32, 18, 32, 8, 8> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
-    offset[0] = scale[0] * splat(-8);
     load_nibbles(rows, at + 2, q);
   }
 };
 
-struct Q4_1 : Block<32, 20, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q4_1 : Block<32, 20, 32, 8, kOffsets> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at);
     scale[0] = from_f16(pair);
     offset[0] = from_f16(pair >> 16);
@@ -96,17 +116,16 @@ struct Q4_1 : Block<32, 20, 32, 8> {
   }
 };
 
-struct Q5_0 : Block<32, 22, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q5_0 : Block<32, 22, 32, 4, 16> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
-    offset[0] = scale[0] * splat(-16);
     load_nibbles(rows, at + 6, q);
     add_fifth_bits(load_fields<uint32_t>(rows, at + 2), q);
   }
 };
 
-struct Q5_1 : Block<32, 24, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q5_1 : Block<32, 24, 32, 4, kOffsets> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at);
     scale[0] = from_f16(pair);
     offset[0] = from_f16(pair >> 16);
@@ -115,8 +134,8 @@ struct Q5_1 : Block<32, 24, 32, 4> {
   }
 };
 
-struct Q8_0 : Block<32, 34, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+struct Q8_0 : Block<32, 34, 32, 1, 0> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     load_columns(rows, at + 2, q);
     load_columns(rows, at + 18, q + 4);
@@ -125,21 +144,21 @@ struct Q8_0 : Block<32, 34, 32, 1, true> {
 
 constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-inline void load_non_linear(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_non_linear(Source& rows, int64_t at, Bytes* q) {
   load_nibbles(rows, at, q);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) q[j] = look_up(reinterpret_cast<const uint8_t*>(kNonLinear), q[j]);
 }
 
-struct IQ4_NL : Block<32, 18, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+struct IQ4_NL : Block<32, 18, 32, 1, 0> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     scale[0] = from_f16(load_fields<uint16_t>(rows, at));
     load_non_linear(rows, at + 2, q);
   }
 };
 
-struct IQ4_XS : Block<256, 136, 32, 1, true> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
+struct IQ4_XS : Block<256, 136, 32, 1, 0> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     Words head = load_fields<uint32_t>(rows, at), low = load_fields<uint32_t>(rows, at + 4);
     Vec d = from_f16(head);
 #pragma GCC unroll 8
@@ -154,12 +173,11 @@ struct IQ4_XS : Block<256, 136, 32, 1, true> {
 // The values of the 4-bit floats, doubled and raised by 12 to be positive.
 constexpr uint8_t kFloat4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-struct MXFP4 : Block<32, 17, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct MXFP4 : Block<32, 17, 32, 4, 12> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     // Half of 2**(e - 127), as the table is doubled; it is subnormal for e below 2.
     Words e = load_fields<uint8_t>(rows, at), normal = (e - 1u) << 23, subnormal = (Words{} + 0x00200000u) << e;
     scale[0] = reinterpret_cast<Vec>(e < 2u ? subnormal : normal);
-    offset[0] = scale[0] * splat(-12);
     load_nibbles(rows, at + 1, q);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) q[j] = look_up(kFloat4, q[j]);
@@ -167,7 +185,7 @@ struct MXFP4 : Block<32, 17, 32, 4> {
 };
 
 // The head that Q4_K and Q5_K share: d and dmin, then eight 6-bit scales and eight 6-bit mins in 12 bytes.
-inline void load_scales_and_mins(const char* const* rows, int64_t at, Vec* scale, Vec* offset) {
+inline void load_scales_and_mins(Source& rows, int64_t at, Vec* scale, Vec* offset) {
   Bytes head[4];
   load_columns(rows, at, head);
   Vec d = from_f16(words(head[0])), dmin = from_f16(words(head[0]) >> 16) * splat(-1);
@@ -180,8 +198,8 @@ inline void load_scales_and_mins(const char* const* rows, int64_t at, Vec* scale
   }
 }
 
-struct Q4_K : Block<256, 144, 32, 8> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q4_K : Block<256, 144, 32, 8, kOffsets> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     load_scales_and_mins(rows, at, scale, offset);
     for (int pair = 0; pair < 4; ++pair) {
 #pragma GCC unroll 2
@@ -199,8 +217,8 @@ struct Q4_K : Block<256, 144, 32, 8> {
   }
 };
 
-struct Q5_K : Block<256, 176, 32, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q5_K : Block<256, 176, 32, 4, kOffsets> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     load_scales_and_mins(rows, at, scale, offset);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -215,7 +233,7 @@ struct Q5_K : Block<256, 176, 32, 4> {
 
   // Half of groups 2 Pair and 2 Pair + 1, whose fifth bits are those two bits of `high`.
   template <int Pair>
-  static void add_pair(const char* const* rows, int64_t at, const Bytes* high, Bytes* q) {
+  static void add_pair(Source& rows, int64_t at, const Bytes* high, Bytes* q) {
     Bytes raw[4];
     load_columns(rows, at + 48 + 32 * Pair, raw);
 #pragma GCC unroll 4
@@ -226,16 +244,13 @@ struct Q5_K : Block<256, 176, 32, 4> {
   }
 };
 
-struct Q6_K : Block<256, 210, 16, 2> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q6_K : Block<256, 210, 16, 2, 32> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     Vec d = from_f16(load_fields<uint16_t>(rows, at + 208));
     Bytes scales[4];
     load_columns(rows, at + 192, scales);
 #pragma GCC unroll 16
-    for (int g = 0; g < 16; ++g) {
-      scale[g] = d * signed_byte_of(words(scales[g / 4]), g % 4);
-      offset[g] = scale[g] * splat(-32);
-    }
+    for (int g = 0; g < 16; ++g) scale[g] = d * signed_byte_of(words(scales[g / 4]), g % 4);
     for (int part = 0; part < 4; ++part) {  // 16 of each group of 32 in half of the block
       int64_t half = part / 2, l = part % 2 * 16;
       Bytes first[4], second[4], high[4];
@@ -255,7 +270,7 @@ struct Q6_K : Block<256, 210, 16, 2> {
 };
 
 // 16 bytes whose pairs of bits are 16 elements of each of four groups of 32.
-inline void load_crumbs(const char* const* rows, int64_t at, Bytes* q) {
+inline void load_crumbs(Source& rows, int64_t at, Bytes* q) {
   Bytes raw[4];
   load_columns(rows, at, raw);
 #pragma GCC unroll 4
@@ -267,8 +282,8 @@ inline void load_crumbs(const char* const* rows, int64_t at, Bytes* q) {
   }
 }
 
-struct Q2_K : Block<256, 84, 16, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q2_K : Block<256, 84, 16, 4, kOffsets> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
     Words pair = load_fields<uint32_t>(rows, at + 80);
     Vec d = from_f16(pair), dmin = from_f16(pair >> 16) * splat(-1);
     Bytes scales[4];
@@ -286,18 +301,15 @@ struct Q2_K : Block<256, 84, 16, 4> {
   }
 };
 
-struct Q3_K : Block<256, 110, 16, 4> {
-  static void decode(const char* const* rows, int64_t at, Bytes* q, Vec* scale, Vec* offset) {
+struct Q3_K : Block<256, 110, 16, 4, 4> {
+  static void decode(Source& rows, int64_t at, Bytes* q, Vec* scale, Vec*) {
     Vec d = from_f16(load_fields<uint16_t>(rows, at + 108));
     Bytes a = bytes(load_fields<uint32_t>(rows, at + 96)), b = bytes(load_fields<uint32_t>(rows, at + 100));
     Bytes c = bytes(load_fields<uint32_t>(rows, at + 104));
     Bytes scales[4] = {(a & repeat(0x0f)) | bits<-4>(c, 0x30), (b & repeat(0x0f)) | bits<-2>(c, 0x30),
                        bits<4>(a, 0x0f) | (c & repeat(0x30)), bits<4>(b, 0x0f) | bits<2>(c, 0x30)};
 #pragma GCC unroll 16
-    for (int g = 0; g < 16; ++g) {
-      scale[g] = d * (byte_of(words(scales[g / 4]), g % 4) - splat(32));
-      offset[g] = scale[g] * splat(-4);
-    }
+    for (int g = 0; g < 16; ++g) scale[g] = d * (byte_of(words(scales[g / 4]), g % 4) - splat(32));
 #pragma GCC unroll 2
     for (int l = 0; l < 32; l += 16) {
       Bytes high[4];

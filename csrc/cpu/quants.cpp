@@ -20,9 +20,11 @@ void pack_plain(Dtype dtype, const void* x, int64_t n, int64_t padded, char* out
 
 namespace {
 
-constexpr int kStrips = 2;  // panels side by side
+constexpr int kStrips = 3;  // panels side by side
 constexpr int64_t kWidth = kStrips * kLanes;
-constexpr int kTileHeight = 4;
+// Rows of a tile. Spans of two steps keep two weights of each panel in registers, which leaves room for fewer sums.
+template <class F>
+constexpr int kTileHeight = F::kSpan == 2 ? 2 : 3;
 
 // Activations of the integer products: 32 at a time, with the sums that offsets are multiplied with.
 struct Group {
@@ -77,6 +79,52 @@ void pack_groups(Dtype dtype, const void* x, int64_t n, int64_t, char* out) {
   }
 }
 
+// Adds the products of a span to the sums: step by step for all rows and panels, widened at the end.
+template <class F, int M, int C>
+inline __attribute__((always_inline)) void long_span(const Panel* panels, int64_t q, const char* const* rows,
+                                                     int64_t at, bool first, Ints (&sums)[M][C]) {
+  Shorts pairs[M][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < F::kSpan; ++i) {
+    Bytes w[C];
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) w[c] = panels[c].q[q + i];
+#pragma GCC unroll 3
+    for (int m = 0; m < M; ++m) {
+      Bytes x = repeat4(rows[m] + at + 4 * i);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) {
+        Shorts product = pair_sums<F::kSigned>(w[c], x);
+        pairs[m][c] = i == 0 ? product : pairs[m][c] + product;
+        keep(pairs[m][c]);
+      }
+    }
+  }
+#pragma GCC unroll 3
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) sums[m][c] = first ? widen_pairs(pairs[m][c]) : sums[m][c] + widen_pairs(pairs[m][c]);
+  }
+}
+
+// The same for a span of one or two steps, row by row, so that only the sums stay in registers.
+template <class F, int M, int C>
+inline __attribute__((always_inline)) void short_span(const Panel* panels, int64_t q, const char* const* rows,
+                                                      int64_t at, bool first, Ints (&sums)[M][C]) {
+  constexpr int kLast = F::kSpan - 1;
+#pragma GCC unroll 3
+  for (int m = 0; m < M; ++m) {
+    Bytes x = repeat4(rows[m] + at), second = repeat4(rows[m] + at + 4 * kLast);
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) {
+      Shorts pair = pair_sums<F::kSigned>(panels[c].q[q], x);
+      if constexpr (kLast > 0) pair = pair + pair_sums<F::kSigned>(panels[c].q[q + kLast], second);
+      sums[m][c] = first ? widen_pairs(pair) : sums[m][c] + widen_pairs(pair);
+      keep(sums[m][c]);
+    }
+  }
+}
+
 // z[m] += the products of M rows of groups with C panels, over `groups` groups.
 template <class F, int M, int C>
 void multiply(const Panel* panels, const char* const* rows, int64_t groups, float (*z)[kWidth]) {
@@ -85,69 +133,49 @@ void multiply(const Panel* panels, const char* const* rows, int64_t groups, floa
   Vec acc[M][C];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < C; ++c) acc[m][c] = load(z[m] + c * kLanes);
   }
   for (int64_t g = 0; g < groups; ++g) {
     int64_t at = g * static_cast<int64_t>(sizeof(Group));
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int part = 0; part < kParts; ++part) {
       Ints sums[M][C];
 #pragma GCC unroll 8
       for (int step = 0; step < kSteps; step += F::kSpan) {
-        Shorts pairs[M][C];
-#pragma GCC unroll 8
-        for (int i = 0; i < F::kSpan; ++i) {
-          int q = part * kSteps + step + i;
-          Bytes w[C];
-#pragma GCC unroll 2
-          for (int c = 0; c < C; ++c) w[c] = panels[c].q[g * (kGroup / 4) + q];
-#pragma GCC unroll 4
-          for (int m = 0; m < M; ++m) {
-            Bytes x = repeat4(rows[m] + at + 4 * q);
-#pragma GCC unroll 2
-            for (int c = 0; c < C; ++c) {
-              Shorts product = pair_sums<F::kSigned>(w[c], x);
-              pairs[m][c] = i == 0 ? product : pairs[m][c] + product;
-              keep(pairs[m][c]);
-            }
-          }
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
-          for (int c = 0; c < C; ++c) {
-            Ints sum = widen_pairs(pairs[m][c]);
-            sums[m][c] = step == 0 ? sum : sums[m][c] + sum;
-          }
+        const int64_t q = part * kSteps + step;
+        if constexpr (F::kSpan <= 2) {
+          short_span<F, M, C>(panels, g * (kGroup / 4) + q, rows, at + 4 * q, step == 0, sums);
+        } else {
+          long_span<F, M, C>(panels, g * (kGroup / 4) + q, rows, at + 4 * q, step == 0, sums);
         }
       }
       int64_t s = g * kParts + part;
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         auto group = reinterpret_cast<const Group*>(rows[m] + at);
-        Vec scale = splat(group->scale);
-#pragma GCC unroll 2
+        Vec scale = splat(group->scale), sum = splat(kParts == 1 ? group->sum : group->halves[part]);
+        Vec centre = sum * splat(-F::kCentre);
+#pragma GCC unroll 3
         for (int c = 0; c < C; ++c) {
-          acc[m][c] = fma(to_float(sums[m][c]) * scale, panels[c].scale[s], acc[m][c]);
-          if constexpr (!F::kSigned) {
-            Vec sum = splat(kParts == 1 ? group->sum : group->halves[part]);
-            acc[m][c] = fma(sum, panels[c].offset[s], acc[m][c]);
-          }
+          Vec product = to_float(sums[m][c]);
+          product = F::kCentre > 0 ? fma(product, scale, centre) : product * scale;
+          acc[m][c] = fma(product, panels[c].scale[s], acc[m][c]);
+          if constexpr (F::kHasOffsets) acc[m][c] = fma(sum, panels[c].offset[s], acc[m][c]);
         }
       }
     }
   }
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < C; ++c) store(z[m] + c * kLanes, acc[m][c]);
   }
 }
 
 // What `multiply` needs of a format, so that formats alike in it share the code.
 template <class F>
-using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kSigned>;
+using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kCentre>;
 
 // The same in f32: weights [k, C * kLanes], activation rows as they are.
 template <int M, int C>
@@ -155,23 +183,23 @@ void multiply_exact(const float* w, const char* const* rows, int64_t k, float (*
   Vec acc[M][C];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < C; ++c) acc[m][c] = zero();
   }
   for (int64_t i = 0; i < k; ++i) {
     Vec weights[C];
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < C; ++c) weights[c] = load(w + (i * C + c) * kLanes);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       Vec x = splat(reinterpret_cast<const float*>(rows[m])[i]);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int c = 0; c < C; ++c) acc[m][c] = fma(x, weights[c], acc[m][c]);
     }
   }
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < C; ++c) store(z[m] + c * kLanes, add(load(z[m] + c * kLanes), acc[m][c]));
   }
 }
@@ -182,8 +210,10 @@ void expand(const Panel* panels, int64_t k, float* w) {
     for (int c = 0; c < C; ++c) {
       Words q = words(panels[c].q[i / 4]);
       int byte = static_cast<int>(i % 4);
-      Vec v = (F::kSigned ? signed_byte_of(q, byte) : byte_of(q, byte)) * panels[c].scale[i / F::kGroup];
-      if constexpr (!F::kSigned) v = v + panels[c].offset[i / F::kGroup];
+      Vec v = F::kSigned ? signed_byte_of(q, byte) : byte_of(q, byte);
+      if constexpr (F::kCentre > 0) v = v - splat(F::kCentre);
+      v = v * panels[c].scale[i / F::kGroup];
+      if constexpr (F::kHasOffsets) v = v + panels[c].offset[i / F::kGroup];
       store(w + (i * C + c) * kLanes, v);
     }
   }
@@ -220,33 +250,49 @@ struct Exact {
   }
 };
 
-// Rows m0 to m0 + rows of one unit, in tiles of kTileHeight and what is left.
-template <class Product, int C, int M = kTileHeight>
-void row_tiles(const Product& product, const Panel* panels, const char* const* a, int64_t rows, int64_t k,
-               float (*z)[kWidth]) {
-  for (; rows >= M; rows -= M, a += M, z += M) product.template tile<M, C>(panels, a, k, z);
-  if constexpr (M > 1) row_tiles<Product, C, M - 1>(product, panels, a, rows, k, z);
+// tile<M, C> for an M known at run time.
+template <class Product, int C, int M>
+void row_tile(const Product& product, const Panel* panels, const char* const* a, int64_t rows, int64_t k,
+              float (*z)[kWidth]) {
+  if (rows == M) {
+    product.template tile<M, C>(panels, a, k, z);
+  } else if constexpr (M > 1) {
+    row_tile<Product, C, M - 1>(product, panels, a, rows, k, z);
+  }
 }
 
+// One unit of C panels: decoded once, multiplied with every row in tiles of about the same height.
 template <class F, class Product, int C>
-void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at, const char* const* a, int64_t rows,
-          int64_t k, float (*z)[kWidth]) {
+void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at, uintptr_t ahead,
+          const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
   for (int c = 0; c < C; ++c) {
+    Source from{w + c * kLanes, ahead};
     for (int64_t b = 0; b < k / F::kSize; ++b) {
       Panel& p = panels[c];
       constexpr int64_t kScales = F::kSize / F::kGroup;
-      F::decode(w + c * kLanes, unit_at + b * F::kBytes, p.q + b * F::kSize / 4, p.scale + b * kScales,
-                p.offset + b * kScales);
+      F::decode(from, unit_at + b * F::kBytes, p.q + b * F::kSize / 4, p.scale + b * kScales, p.offset + b * kScales);
     }
+    ahead = from.ahead;
   }
   product.template prepare<C>(panels, k);
-  row_tiles<Product, C>(product, panels, a, rows, k, z);
+  constexpr int kHeight = kTileHeight<F>;
+  int64_t tiles = (rows + kHeight - 1) / kHeight;
+  for (int64_t t = 0; t < tiles; ++t) {
+    int64_t m = rows * t / tiles;
+    row_tile<Product, C, kHeight>(product, panels, a + m, rows * (t + 1) / tiles - m, k, z + m);
+  }
 }
 
-inline void prefetch(uintptr_t from, uintptr_t to) {
-  for (uintptr_t line = from / 64 * 64; line < to; line += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(line), 0, 2);
+// unit<C> for as many panels as the columns need.
+template <class F, class Product, int C = kStrips>
+void units(Product& product, Panel* panels, const char* const* w, int64_t columns, int64_t unit_at, uintptr_t ahead,
+           const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
+  if constexpr (C > 1) {
+    if (columns <= (C - 1) * kLanes) {
+      return units<F, Product, C - 1>(product, panels, w, columns, unit_at, ahead, a, rows, k, z);
+    }
   }
+  unit<F, Product, C>(product, panels, w, unit_at, ahead, a, rows, k, z);
 }
 
 template <class F, class Product>
@@ -256,8 +302,10 @@ void dots(const Dots& d) {
   Panel panels[kStrips];
   const char* a[kMaxRows];
   alignas(64) float z[kMaxRows][kWidth];
-  for (int64_t n0 = 0; n0 < d.N; n0 += kWidth) {
-    int64_t columns = d.N - n0 < kWidth ? d.N - n0 : kWidth;
+  // Fewer rows at a time are better read and worse multiplied.
+  int64_t width = d.M <= 2 ? 2 * kLanes : kWidth;
+  for (int64_t n0 = 0; n0 < d.N; n0 += width) {
+    int64_t columns = d.N - n0 < width ? d.N - n0 : width;
     const char* w[kWidth];
     // Lanes past the end repeat the last row; their sums are dropped.
     for (int64_t n = 0; n < kWidth; ++n) w[n] = d.w[n0 + (n < columns ? n : columns - 1)];
@@ -265,19 +313,12 @@ void dots(const Dots& d) {
       a[m] = d.a[m];
       for (int64_t n = 0; n < kWidth; ++n) z[m][n] = 0;
     }
-    const char* next = n0 + kWidth < d.N ? d.w[n0 + kWidth] : d.next;
+    // Where there are no next rows, these are fetched again, which costs nothing.
+    const char* next = n0 + width < d.N ? d.w[n0 + width] : d.next != nullptr ? d.next : w[0];
     for (int64_t k0 = 0, u = 0; k0 < d.K; k0 += kUnit, ++u) {
       int64_t k = d.K - k0 < kUnit ? d.K - k0 : kUnit;
-      // The next panels' rows usually lie one behind the other: fetched line after line, a unit's share at a time.
-      if (next != nullptr) {
-        uintptr_t base = reinterpret_cast<uintptr_t>(next) + static_cast<uintptr_t>(u * kWidth * kUnitBytes);
-        prefetch(base, base + kWidth * kUnitBytes);
-      }
-      if (columns > kLanes) {
-        unit<F, Product, kStrips>(product, panels, w, u * kUnitBytes, a, d.M, k, z);
-      } else {
-        unit<F, Product, 1>(product, panels, w, u * kUnitBytes, a, d.M, k, z);
-      }
+      uintptr_t ahead = reinterpret_cast<uintptr_t>(next) + static_cast<uintptr_t>(u * width * kUnitBytes);
+      units<F, Product>(product, panels, w, columns, u * kUnitBytes, ahead, a, d.M, k, z);
       for (int64_t m = 0; m < d.M; ++m) a[m] += Product::kUnitBytes;
     }
     for (int64_t m = 0; m < d.M; ++m) {

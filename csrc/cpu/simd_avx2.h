@@ -66,7 +66,10 @@ inline Shorts pair_sums(Bytes w, Bytes x) {
 }
 
 // The compiler would multiply everything first, spill it and add it up later; so it must not know what `v` is.
-inline void keep(Shorts& v) { asm("" : "+x"(v)); }
+template <class V>
+inline void keep(V& v) {
+  asm("" : "+x"(v));
+}
 
 inline Ints widen_pairs(Shorts v) {
   return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi16(1)));

@@ -119,7 +119,8 @@ inline Shorts pair_sums(Bytes w, Bytes x) {
   return even * ((inputs << 8) >> 8) + odd * (inputs >> 8);
 }
 
-inline void keep(Shorts&) {}
+template <class V>
+inline void keep(V&) {}
 
 inline Ints widen_pairs(Shorts v) {
   auto pairs = reinterpret_cast<Ints>(v);

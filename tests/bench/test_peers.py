@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefuse.bench import check, inputs, peers
-from moefuse.bench.contestants import refusal, theirs
+from moefuse.bench.contestants import ours, refusal, theirs
 from moefuse.bench.shapes import Shape
 from moefuse.testing.compare import Tolerance
 
@@ -60,6 +60,33 @@ def test_too_much_memory_is_refused_before_the_call() -> None:
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     assert "moefuse[hf]" in (peers.load("hf-eager").unavailable() or "")
+
+
+def test_without_llama_cpp_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    assert "pip install llama-cpp-python" in (peers.load("llama-cpp").unavailable() or "")
+
+
+def test_llama_cpp_runs_silu_on_the_cpu() -> None:
+    peer = peers.load("llama-cpp")
+    assert peer.unsuitable(SHAPES[0], CPU) is None
+    assert peer.unsuitable(SHAPES[1], CPU) is not None
+    assert "CPU only" in (peer.unsuitable(SHAPES[0], torch.device("cuda")) or "")
+
+
+@pytest.mark.parametrize("weights", [None, ("Q4_K", "Q6_K"), ("Q8_0", "Q4_0"), ("IQ4_XS", "Q3_K"), ("Q2_K", "Q5_K")])
+def test_llama_cpp_agrees_and_we_are_no_further_from_float64(weights: tuple[str, str] | None) -> None:
+    peer = peers.load("llama-cpp")
+    if peer.unavailable() is not None:
+        pytest.skip("llama-cpp-python is not installed")
+    shape = Shape("custom", 8, 512, 256, 2)
+    layer = inputs.make_layers(shape.in_blocks(*weights) if weights else shape, torch.float32, CPU, 1)[0]
+    slot = inputs.make_slots([layer], 9, torch.float32, CPU)[0]
+    contestant, mine = theirs(peer, [layer], torch.float32), ours(layer, torch.float32, "cpu")[1]
+    with torch.no_grad():
+        error, own = (who.error(who.call(slot), slot) for who in (contestant, mine))
+    assert error.within(contestant.tolerance), error
+    assert weights is None or own.rms <= error.rms * 1.05
 
 
 def test_a_shape_it_has_no_class_for() -> None:

@@ -73,6 +73,20 @@ def test_every_row_has_its_figures() -> None:
     assert set(result.rotation) == {1, 5}
 
 
+def test_experts_in_blocks() -> None:
+    shape = Shape("custom", 8, 256, 64, 2).in_blocks("Q4_K", "Q8_0:exact")
+    options = dataclasses.replace(OPTIONS, backend=None)
+    result = bench_shape(shape, (1,), [peers.load("hf-eager")], options, lambda *_: None)
+    assert result.title.endswith("in Q4_K/Q8_0:exact")
+    assert not result.ours_failed
+    ours = next(row for row in result.rows if row.name == "moefuse" and row.scope == "experts")
+    assert ours.error_rms is not None
+    assert 1e-4 < ours.error_rms < 5e-2, "activations of the up product are rounded"
+    assert ours.read_bytes == 2 * (128 * 144 + 256 * 2 * 34)
+    refused = next(row for row in result.rows if row.name == "hf-eager")
+    assert "no experts in Q4_K and Q8_0:exact" in refused.note
+
+
 def test_peers_are_compared() -> None:
     pytest.importorskip("transformers")
     result = run(names=("hf-grouped", "hf-eager"), tokens=(4,))

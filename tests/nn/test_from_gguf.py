@@ -212,7 +212,7 @@ def path(tmp_path: Path, rng: torch.Generator) -> Path:
 def test_experts_stay_in_the_file(path: Path) -> None:
     file = read(path)
     block = MoE.from_gguf(file, LAYER)
-    base = file._data.data_ptr()
+    base = file._maps[0].data_ptr()
     for name, part in (("gate_up", "gate"), ("up", "up"), ("down", "down")):
         assert getattr(block, name).data_ptr() == base + file.infos[f"blk.{LAYER}.ffn_{part}_exps.weight"].offset
     assert block.specs["gate_up"] == "Q4_K"
@@ -287,6 +287,8 @@ REFUSED = {
     "rank": (lambda m: m.add("ffn_down_exps.weight", H, I), r"must have shape \[8, 256, any\], got \[256, 256\]"),
     "some_bias": (lambda m: m.add("ffn_down_exps.bias", E, H), "must all have biases or none"),
     "gating": (lambda m: m.metadata.update({"qwen3moe.expert_gating_func": 9}), "must be one of 1, 2, 3, 4, got 9"),
+    "scale": (lambda m: m.metadata.update({"qwen3moe.expert_weights_scale": "x"}), "as a number, got 'x'"),
+    "top_k": (lambda m: m.metadata.update({"qwen3moe.expert_used_count": ["x"]}), r"as a whole number, got \['x'\]"),
     "no_top_k": (lambda m: m.metadata.pop("qwen3moe.expert_used_count"), "as a whole number, got None"),
     "latent": (lambda m: m.add("ffn_latent_down.weight", H, H), r"got blk\.2\.ffn_latent_down\.weight"),
     "hash": (lambda m: m.add("ffn_gate_tid2eid", H, H), r"got blk\.2\.ffn_gate_tid2eid"),

@@ -52,7 +52,7 @@ def facts(file: GGUFFile) -> dict[str, Any]:
         "architecture": file.architecture,
         "known": family is not None,
         "activation": None if family is None else dataclasses.asdict(family.activation),
-        "bytes": file.path.stat().st_size,
+        "bytes": file.nbytes,
         "expert_bytes": sum(layer["bytes"] for layer in layers),
         "layers": layers,
     }

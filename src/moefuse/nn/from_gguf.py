@@ -62,7 +62,7 @@ def read_rule(file: GGUFFile, layer: int) -> Routing:
             return value[layer].item() if layer < len(value) else default
         return value
 
-    gating = key("expert_gating_func", 0)
+    gating = _count(key("expert_gating_func", 0), "expert_gating_func")
     if gating != 0 and gating not in _SCORES:
         raise ValueError(f"from_gguf: expert_gating_func must be one of {', '.join(map(str, _SCORES))}, got {gating}")
     score = _SCORES.get(gating, family.score)
@@ -72,7 +72,7 @@ def read_rule(file: GGUFFile, layer: int) -> Routing:
         score=score,
         renormalize=bool(key("expert_weights_norm", family.renormalize)) or gating == 3,
         # Zero is how a file says "none".
-        scale=float(key("expert_weights_scale", 1.0)) or 1.0,
+        scale=_number(key("expert_weights_scale", 1.0), "expert_weights_scale") or 1.0,
         groups=groups,
         top_groups=_count(key("expert_group_used_count", 1), "expert_group_used_count") or 1 if groups > 1 else 1,
         group_score="top2_sum" if score == "sigmoid" else "max",
@@ -83,6 +83,12 @@ def _count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"from_gguf: the file must give {name} as a whole number, got {value!r}")
     return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"from_gguf: the file must give {name} as a number, got {value!r}")
+    return float(value)
 
 
 def _family(file: GGUFFile) -> Family:
@@ -170,7 +176,7 @@ def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Te
         "shared_intermediate": width,
         "shared_gate": "shared_gate" in tensors,
         "norm": "norm_weight" in tensors,
-        "eps": float(eps),
+        "eps": _number(eps, "layer_norm_rms_epsilon"),
     }
     return options, tensors
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,17 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor: ``type`` is ggml's name, ``shape`` torch's (slowest dimension first)."""
+    """What a file says of a tensor: ``type`` is ggml's name, ``shape`` torch's (slowest dimension first).
+
+    ``offset`` counts from the start of the file, or of that ``part`` of a model in several files.
+    """
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 class GGUFFile(Mapping[str, Tensor | QuantTensor]):
@@ -92,13 +97,18 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
     Writing to a view changes the process's own copy of the page, never the file.
 
     Attributes:
-        path: where it is.
+        path: where it is; the first part of a model in several files.
         metadata: key to str, bool, int, float, numpy array, or list of strings.
         infos: what is known of each tensor, those in formats that cannot be read too.
     """
 
-    def __init__(self, path: Path, metadata: dict[str, Any], infos: dict[str, TensorInfo], data: Tensor) -> None:
-        self.path, self.metadata, self.infos, self._data = path, metadata, infos, data
+    def __init__(self, path: Path, metadata: dict[str, Any], infos: dict[str, TensorInfo], maps: list[Tensor]) -> None:
+        self.path, self.metadata, self.infos, self._maps = path, metadata, infos, maps
+
+    @property
+    def nbytes(self) -> int:
+        """The size on disk."""
+        return sum(data.numel() for data in self._maps)
 
     @property
     def architecture(self) -> str:
@@ -110,7 +120,7 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
 
     def __getitem__(self, name: str) -> Tensor | QuantTensor:
         info = self.infos[name]
-        data = self._data[info.offset : info.offset + info.nbytes]
+        data = self._maps[info.part][info.offset : info.offset + info.nbytes]
         if info.type in FORMATS:
             form = FORMATS[info.type]
             *rows, columns = info.shape
@@ -120,7 +130,7 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
             known = ", ".join((*FORMATS, *(kind for kind, *_ in _PLAIN.values())))
             raise ValueError(f"gguf: {name} must be of one of the types {known}, got {info.type}")
         # A view as wider elements wants an address that suits them, which a file need not give.
-        aligned = data if (info.offset + self._data.storage_offset()) % dtype.itemsize == 0 else data.clone()
+        aligned = data if info.offset % dtype.itemsize == 0 else data.clone()
         return aligned.view(dtype).view(info.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -136,6 +146,8 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
 def read(path: str | os.PathLike[str]) -> GGUFFile:
     """Map a file. Only its header is read; a malformed, truncated or inconsistent one is a ValueError.
 
+    Of a model in several files ("-00001-of-00003.gguf") give the first; the others must lie beside it.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write(f"{folder}/a.gguf", {"general.architecture": "qwen3moe"}, {"w": torch.ones(2, 3)})
@@ -143,6 +155,28 @@ def read(path: str | os.PathLike[str]) -> GGUFFile:
     tensor(6.)
     """
     path = Path(path)
+    metadata, infos, data = _map(path)
+    count = metadata.get("split.count", 1)
+    if type(count) is not int or count < 0:
+        raise ValueError(f"gguf: {path.name}: split.count must be a number of files, got {count!r}")
+    if count < 2:
+        return GGUFFile(path, metadata, infos, [data])
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[2]) != count:
+        rule = f"the first of its {count} files, named NAME-00001-of-{count:05}.gguf"
+        raise ValueError(f"gguf: {path.name}: must be {rule}")
+    maps = [data]
+    for part in range(1, count):
+        _, more, data = _map(path.with_name(f"{match[1]}-{part + 1:05}-of-{match[2]}.gguf"))
+        twice = infos.keys() & more.keys()
+        if twice:
+            raise ValueError(f"gguf: {path.name}: parts must not share tensors, got {min(twice)!r} twice")
+        infos |= {name: replace(info, part=part) for name, info in more.items()}
+        maps.append(data)
+    return GGUFFile(path, metadata, infos, maps)
+
+
+def _map(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], Tensor]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -155,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> GGUFFile:
         metadata, infos = _Header(mapped, size).read()
     except ValueError as error:
         raise ValueError(f"gguf: {path.name}: {error}") from None
-    return GGUFFile(path, metadata, infos, torch.frombuffer(mapped, dtype=torch.uint8))
+    return metadata, infos, torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class _Header:
@@ -286,7 +320,7 @@ class _Header:
                 )
             if info.name in placed:
                 raise ValueError(f"tensors must have names of their own, got {info.name!r} twice")
-            placed[info.name] = TensorInfo(info.name, info.type, info.shape, start + info.offset, info.nbytes)
+            placed[info.name] = replace(info, offset=start + info.offset)
         return {info.name: placed[info.name] for info in infos}
 
 
