@@ -79,3 +79,15 @@ def test_backward_pieces_fall_back_when_the_forward_was_explicit(target: tuple[s
     weights, _ = moefuse.route(logits, ROUTING, backend=backend)
     weights[:, 0].sum().backward()
     assert logits.grad.abs().sum() > 0
+
+
+@pytest.mark.skipif(next(r for r in backends.BACKENDS if r.name == "cpu").missing() is not None, reason="not built")
+def test_backward_pieces_fall_back_when_the_environment_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend without a piece of the backward leaves it to the reference, however the backend was chosen."""
+    monkeypatch.setenv("MOEFUSE_BACKEND", "cpu")
+    monkeypatch.delitem(next(r for r in backends.BACKENDS if r.name == "cpu").load().OPS, "route_backward")
+    select.forget()
+    logits = LOGITS.clone().requires_grad_()
+    moefuse.route(logits, ROUTING)[0].square().sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().sum() > 0

@@ -107,8 +107,8 @@ def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
 
 
 def inherit(op: str, backend: str | None) -> str | None:
-    """The explicit choice to hand to a backward piece: the forward's, where that backend has the piece."""
-    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    """The choice to hand to a backward piece: the forward's, the environment's too, where that backend has the piece."""
+    row = next((row for row in backends.BACKENDS if row.name == (backend or config.backend())), None)
     return backend if row is None or op in row.load().OPS else REFERENCE
 
 
