@@ -23,17 +23,16 @@ constexpr int64_t kOuterRows = 64;       // gradient rows per task
 constexpr int64_t kOuterPositions = 64;  // positions summed at a time
 constexpr int64_t kSlotBytes = 32 << 20;  // slot rows of d_x held at once
 
-// A gradient of gigabytes is written once into fresh memory: 4 KiB page faults would cost as much as the product.
-void prefer_huge_pages(Output out, int64_t elements) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  uintptr_t begin = (reinterpret_cast<uintptr_t>(out.data) + kHugePage - 1) & ~(kHugePage - 1);
-  uintptr_t end = (reinterpret_cast<uintptr_t>(out.data) + static_cast<uintptr_t>(elements * size_of(out.dtype))) &
-                  ~(kHugePage - 1);
-  if (out && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+// A gradient of gigabytes goes into fresh memory: asking for a task's pages at once is cheaper than a fault for each.
+void populate(char* data, int64_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  constexpr uintptr_t kPage = 4096;
+  uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) & ~(kPage - 1);
+  uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kPage - 1);
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
 #else
-  static_cast<void>(out);
-  static_cast<void>(elements);
+  static_cast<void>(data);
+  static_cast<void>(bytes);
 #endif
 }
 
@@ -57,9 +56,6 @@ class Backward {
     stretch_ = std::max<int64_t>(1, kSlotBytes / 4 / std::max<int64_t>(1, a_.T * a_.top_k) / kMirrorColumns);
     stretch_ = std::min(round_up(a_.H, kMirrorColumns), stretch_ * kMirrorColumns);
     if (a_.d_x) slots_ = scratch_floats(Slot::products, a_.T * a_.top_k * stretch_);
-    prefer_huge_pages(a_.d_gate_up, a_.E * (a_.up ? a_.I : rows_) * a_.H);
-    prefer_huge_pages(a_.d_up, a_.E * a_.I * a_.H);
-    prefer_huge_pages(a_.d_down, a_.E * a_.H * a_.I);
   }
 
   void run() {
@@ -193,16 +189,22 @@ class Backward {
     MirrorBuffers& own = buffers_[worker];
     int64_t begin = a_.buckets.offsets[expert];
     int64_t end = a_.buckets.offsets[expert + 1];
+    bool dense = to(0) != nullptr && to(n - 1) == to(0) + (n - 1) * width * size_of(dtype);
+    if (dense) populate(to(0), n * width * size_of(dtype));
     for (int64_t column = 0; column < width; column += kMirrorColumns) {
       int64_t columns = std::min(kMirrorColumns, width - column);
-      std::fill_n(own.acc, n * kMirrorColumns, 0.0f);
+      // f32 rows that lie one behind the other take the sums as they leave the registers.
+      bool direct = dtype == Dtype::f32 && columns % kChunk == 0 && end > begin && end - begin <= kOuterPositions &&
+                    dense;
+      float* acc = direct ? reinterpret_cast<float*>(to(0)) + column : own.acc;
+      if (begin == end) std::fill_n(own.acc, n * kMirrorColumns, 0.0f);
       for (int64_t p = begin; p < end; p += kOuterPositions) {
         int64_t count = std::min(kOuterPositions, end - p);
         auto [g, ldg] = left(p, count);
         auto [x, ldx] = right(p, count, column, columns);
-        k.outer(g, ldg, x, ldx, count, n, round_up(columns, kChunk), own.acc, kMirrorColumns);
+        k.outer(g, ldg, x, ldx, count, n, round_up(columns, kChunk), acc, direct ? width : kMirrorColumns, p == begin);
       }
-      for (int64_t i = 0; i < n; ++i) {
+      for (int64_t i = 0; !direct && i < n; ++i) {
         if (char* row = to(i)) k.encode(own.acc + i * kMirrorColumns, dtype, row + column * size_of(dtype), columns);
       }
     }

@@ -95,7 +95,7 @@ void grouped_outer(Tensor grad, Tensor x, int64_t x_rows, Buckets buckets, int64
     for (int64_t p = buckets.offsets[e]; p < buckets.offsets[e + 1]; p += kPositions) {
       int64_t count = std::min(kPositions, buckets.offsets[e + 1] - p);
       k.outer(grads + p * ldg + n0, ldg, inputs + p * ldx + k0, ldx, count, round_up(n, 4), round_up(width, kChunk),
-              acc, kK);
+              acc, kK, false);
     }
     for (int64_t i = 0; i < n; ++i) {
       k.encode(acc + i * kK, out.dtype, row_of(out, e * N + n0 + i, K) + k0 * size_of(out.dtype), width);

@@ -72,9 +72,9 @@ struct Kernels {
   // Neither `activate` nor `scores` works in place.
   void (*activate)(const Activation& act, const float* gate, const float* up, float* out, int64_t n);
   void (*scores)(Score score, const float* logits, float* out, int64_t n);
-  // acc[n, k] += sum over p in order of g[p, n] * x[p, k]; k % kChunk == 0.
+  // acc[n, k] += sum over p in order of g[p, n] * x[p, k]; `fresh`: from zero; k % kChunk == 0.
   void (*outer)(const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t rows, int64_t n, int64_t k,
-                float* acc, int64_t lda);
+                float* acc, int64_t lda, bool fresh);
   // The derivatives of `activate` by gate and by up (which may be null, and by_up with it).
   void (*slopes)(const Activation& act, const float* gate, const float* up, float* by_gate, float* by_up, int64_t n);
   float (*dot)(const float* x, const float* y, int64_t n);

@@ -34,7 +34,7 @@ void mirror(const MirrorRows& rows, int64_t K, WeightRow weight_row, Dtype weigh
   const Kernels& kern = kernels();
   int64_t padded = round_up(width, kChunk);
   int64_t bytes = size_of(weight_dtype);
-  for (int64_t m = 0; m < rows.count; ++m) {
+  for (int64_t m = 0; K == 0 && m < rows.count; ++m) {
     for (int64_t n = 0; n < padded; ++n) buffers.acc[m * kMirrorColumns + n] = 0;
   }
   for (int64_t k0 = 0; k0 < K; k0 += kMirrorDepth) {
@@ -44,10 +44,19 @@ void mirror(const MirrorRows& rows, int64_t K, WeightRow weight_row, Dtype weigh
       kern.decode(rows.dtype, rows.a[m] + k0 * size_of(rows.dtype), line, depth);
       for (int64_t k = 0; k < depth; ++k) buffers.panel[k * rows.count + m] = line[k];
     }
-    for (int64_t k = 0; k < depth; ++k) {
-      float* to = buffers.strip + k * kMirrorColumns;
-      kern.decode(weight_dtype, weight_row(k0 + k) + column * bytes, to, width);
-      for (int64_t n = width; n < padded; ++n) to[n] = 0;
+    const char* first = weight_row(k0);
+    int64_t step = depth > 1 ? weight_row(k0 + 1) - first : 0;
+    const float* strip = buffers.strip;
+    int64_t pitch = kMirrorColumns;
+    if (weight_dtype == Dtype::f32 && padded == width && weight_row(k0 + depth - 1) == first + (depth - 1) * step) {
+      strip = reinterpret_cast<const float*>(first) + column;
+      pitch = step / 4;
+    } else {
+      for (int64_t k = 0; k < depth; ++k) {
+        float* to = buffers.strip + k * kMirrorColumns;
+        kern.decode(weight_dtype, weight_row(k0 + k) + column * bytes, to, width);
+        for (int64_t n = width; n < padded; ++n) to[n] = 0;
+      }
     }
     // The next rows are fetched a few at a time between the products: a burst would stall on the line buffers.
     int64_t ahead = k0 + kMirrorDepth;
@@ -58,8 +67,8 @@ void mirror(const MirrorRows& rows, int64_t K, WeightRow weight_row, Dtype weigh
         const char* from = weight_row(k) + column * bytes;
         for (int64_t at = 0; at < width * bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
       }
-      kern.outer(buffers.panel, rows.count, buffers.strip + turn * kChunk, kMirrorColumns, depth, rows.count, kChunk,
-                 buffers.acc + turn * kChunk, kMirrorColumns);
+      kern.outer(buffers.panel, rows.count, strip + turn * kChunk, pitch, depth, rows.count, kChunk,
+                 buffers.acc + turn * kChunk, kMirrorColumns, k0 == 0);
     }
   }
 }

@@ -11,12 +11,12 @@ constexpr int kPanelVecs = 2;
 
 template <int M>
 inline void panel_tile(const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t rows, float* acc,
-                       int64_t lda) {
+                       int64_t lda, bool fresh) {
   Vec sums[M][kPanelVecs];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelVecs; ++v) sums[m][v] = load(acc + m * lda + v * kLanes);
+    for (int v = 0; v < kPanelVecs; ++v) sums[m][v] = fresh ? zero() : load(acc + m * lda + v * kLanes);
   }
   for (int64_t p = 0; p < rows; ++p) {
     Vec in[kPanelVecs];
@@ -38,22 +38,23 @@ inline void panel_tile(const float* g, int64_t ldg, const float* x, int64_t ldx,
 
 template <int M = kPanelRows>
 inline void panel_rows(int64_t m, const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t rows, float* acc,
-                       int64_t lda) {
+                       int64_t lda, bool fresh) {
   if (m == M) {
-    panel_tile<M>(g, ldg, x, ldx, rows, acc, lda);
+    panel_tile<M>(g, ldg, x, ldx, rows, acc, lda, fresh);
   } else if constexpr (M > 1) {
-    panel_rows<M - 1>(m, g, ldg, x, ldx, rows, acc, lda);
+    panel_rows<M - 1>(m, g, ldg, x, ldx, rows, acc, lda, fresh);
   }
 }
 
 // Every sum runs over the rows in order, whatever the tile.
 inline void outer(const float* g, int64_t ldg, const float* x, int64_t ldx, int64_t rows, int64_t n, int64_t k,
-                  float* acc, int64_t lda) {
+                  float* acc, int64_t lda, bool fresh) {
   int64_t tiles = (n + kPanelRows - 1) / kPanelRows;
   for (int64_t j = 0; j < k; j += kPanelVecs * kLanes) {
     for (int64_t i = 0; i < tiles; ++i) {
       int64_t first = n * i / tiles;
-      panel_rows(n * (i + 1) / tiles - first, g + first, ldg, x + j, ldx, rows, acc + first * lda + j, lda);
+      panel_rows(n * (i + 1) / tiles - first, g + first, ldg, x + j, ldx, rows, acc + first * lda + j, lda,
+                 fresh);
     }
   }
 }

@@ -196,10 +196,10 @@ void gate_backward(const GateBackwardArgs& a, int threads) {
     int64_t n = std::min(kTile, E - first);
     int64_t width = std::min(kMirrorColumns, H - column);
     float* acc = buffers[worker].acc;
-    std::fill_n(acc, n * kMirrorColumns, 0.0f);
+    if (T == 0) std::fill_n(acc, n * kMirrorColumns, 0.0f);
     for (int64_t t = 0; t < T; t += kTile) {
       k.outer(d_logits + t * E + first, E, normed + t * pitch + column, pitch, std::min(kTile, T - t), n,
-              round_up(width, kChunk), acc, kMirrorColumns);
+              round_up(width, kChunk), acc, kMirrorColumns, t == 0);
     }
     for (int64_t i = 0; i < n; ++i) {
       char* to = row_of(a.d_weight, first + i, H) + column * size_of(a.d_weight.dtype);

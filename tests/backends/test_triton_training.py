@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops import oracle, test_seeds
-from ops.test_training import F16, agree, gradients, make
+from ops.test_training import F16, agree, gradients, make, smooth
 
 import moefuse
 from moefuse import Activation
@@ -24,12 +24,19 @@ def compare(given, rule, target, tolerance=oracle.GRADIENT):
 def test_every_activation_and_layout(target, rng, kind, form):
     activation = Activation(kind, gated=form != "ungated", limit=30.0)
     layout = "interleaved" if form == "interleaved" else "halves"
-    compare(*make(rng, 5, 3, activation=activation, layout=layout, apart=form == "apart"), target)
+    compare(*smooth(rng, 5, 3, activation=activation, layout=layout, apart=form == "apart"), target)
 
 
 @pytest.mark.parametrize(("T", "E", "H", "I", "top_k"), [(1, 4, 32, 16, 2), (40, 3, 33, 65, 3), (4, 9, 70, 9, 3)])
 def test_sizes(target, rng, T, E, H, I, top_k):
     compare(*make(rng, T, E, H, I, top_k), target)
+
+
+def test_no_token(target, rng):
+    given, rule = make(rng, 0, 4)
+    found = gradients(given, rule, *target)
+    assert found["x"].shape == (0, 24)
+    assert all((found[name] == 0).all() for name in ("gate_up", "down", "gate_up_bias", "down_bias"))
 
 
 def test_float16(target, rng):

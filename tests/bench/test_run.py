@@ -53,6 +53,24 @@ def run(options: Options = OPTIONS, names: tuple[str, ...] = (), tokens: tuple[i
     return bench_shape(SHAPE, tokens, [peers.load(name) for name in names], options, lambda *_: None)
 
 
+def test_a_wrong_gradient_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = select.REFERENCES["experts_backward"]
+
+    def wrong(*args: Any) -> tuple[torch.Tensor, ...]:
+        d_x, *others = right(*args)
+        # The check itself, in float64, stays right.
+        return d_x if d_x.dtype == torch.float64 else d_x * 1.01, *others
+
+    options = dataclasses.replace(OPTIONS, training=True)
+    assert not run(options).ours_failed
+    monkeypatch.setitem(select.REFERENCES, "experts_backward", wrong)
+    select.forget()
+    result = run(options)
+    select.forget()
+    assert result.ours_failed
+    assert all(row.seconds is None for row in result.rows if row.name == "moefuse")
+
+
 def test_every_row_has_its_figures() -> None:
     result = run()
     assert [(row.tokens, row.name, row.scope) for row in result.rows if row.tokens == 5] == [

@@ -54,6 +54,26 @@ def test_table_json_and_picture(tmp_path: Path) -> None:
     assert pixels.std() > 0.01, "an empty picture"
 
 
+def test_training(tmp_path: Path) -> None:
+    """Forward and backward side by side; what is refused says why."""
+    pytest.importorskip("transformers")
+    figures = tmp_path / "bench.json"
+    code, output = invoke(*SIZES, *QUICK, "--training", "--against", "hf-grouped,hf-eager", "--json", str(figures))
+    assert code == 0, output
+    assert "moefuse training" in output
+    rows = json.loads(figures.read_text())["rows"]
+    assert {(row["name"], row["scope"]) for row in rows} == {
+        (name, "training") for name in ("moefuse", "hf-grouped", "hf-eager", "floor")
+    }
+    assert all(row["seconds"] > 0 for row in rows)
+    mine = next(row for row in rows if row["name"] == "moefuse")
+    assert set(mine["faster_than"]) == {"hf-grouped", "hf-eager"}
+    assert mine["error_worst"] < 1e-5
+    for more in (["--plot", str(tmp_path / "bench.png")], ["--case", "experts/few"]):
+        code, output = invoke(*QUICK, "--training", *more)
+        assert code == 2, output
+
+
 def test_a_case() -> None:
     code, output = invoke("--case", "experts/few", *QUICK)
     assert code == 0, output

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "harness.h"
+#include "training.h"
 
 using namespace moefuse;
 using namespace moefuse::test;
@@ -206,6 +207,70 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
     grouped_outer(grad->tensor(), x->tensor(), x_rows, p.buckets(), S, E, N, K, gather, scatter, to.output(), threads);
   });
   close(*got_outer, outer, "grouped_outer");
+}
+
+// The seven gradients of experts with silu, sentinels and duplicates among the ids, against loops in double.
+void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, int64_t top_k, bool interleaved) {
+  context = kernels().name + std::string(" experts_backward");
+  int64_t S = T * top_k;
+  std::vector<int32_t> ids = random_ids(T, top_k, E);
+  Planned p(ids, E);
+  auto grad = random_buffer(d, T * H), x = random_buffer(d, T * H), z = random_buffer(d, S * 2 * I);
+  auto weights = random_buffer(Dtype::f32, S), bias = random_buffer(d, E * H);
+  auto gate_up = random_buffer(d, E * 2 * I * H, 1 / std::sqrt(H)), down = random_buffer(d, E * H * I, 1 / std::sqrt(I));
+
+  const int64_t sizes[7] = {T * H, S, E * 2 * I * H, 0, E * H * I, E * 2 * I, E * H};
+  std::vector<double> want[7];
+  for (int i = 0; i < 7; ++i) want[i].assign(static_cast<size_t>(sizes[i]), 0);
+  auto add = [&](int which, int64_t at, double value) { want[which][static_cast<size_t>(at)] += value; };
+  for (int64_t e = 0; e < E; ++e) {
+    for (int64_t at = p.offsets[static_cast<size_t>(e)]; at < p.offsets[static_cast<size_t>(e) + 1]; ++at) {
+      int64_t s = p.order[static_cast<size_t>(at)], t = s / top_k;
+      double w = (*weights)[s];
+      for (int64_t h = 0; h < H; ++h) {
+        add(1, s, (*bias)[e * H + h] * (*grad)[t * H + h]);
+        add(6, e * H + h, w * (*grad)[t * H + h]);
+      }
+      for (int64_t i = 0; i < I; ++i) {
+        int64_t rows[2] = {interleaved ? 2 * i : i, interleaved ? 2 * i + 1 : I + i};
+        double g = (*z)[at * 2 * I + rows[0]], u = (*z)[at * 2 * I + rows[1]], sigmoid = 1 / (1 + std::exp(-g));
+        double hidden = g * sigmoid * u, along = 0;
+        for (int64_t h = 0; h < H; ++h) {
+          along += (*grad)[t * H + h] * (*down)[(e * H + h) * I + i];
+          add(4, (e * H + h) * I + i, w * (*grad)[t * H + h] * hidden);
+        }
+        add(1, s, hidden * along);
+        double d_z[2] = {w * along * sigmoid * (1 + g * (1 - sigmoid)) * u, w * along * g * sigmoid};
+        for (int part = 0; part < 2; ++part) {
+          add(5, e * 2 * I + rows[part], d_z[part]);
+          for (int64_t h = 0; h < H; ++h) {
+            add(0, t * H + h, d_z[part] * (*gate_up)[(e * 2 * I + rows[part]) * H + h]);
+            add(2, (e * 2 * I + rows[part]) * H + h, d_z[part] * (*x)[t * H + h]);
+          }
+        }
+      }
+    }
+  }
+
+  std::unique_ptr<Buffer> first[7];
+  for (int threads : {1, 2, 3}) {
+    std::unique_ptr<Buffer> got[7];
+    for (int i = 0; i < 7; ++i) got[i] = std::make_unique<Buffer>(i == 1 ? Dtype::f32 : d, sizes[i]);
+    auto out = [&](int i) { return i == 3 ? Output{} : got[i]->output(); };
+    experts_backward({grad->tensor(), x->tensor(), z->tensor(), weights->tensor(),
+                      {gate_up->data(), d, 2 * I * H, H}, {}, {down->data(), d, H * I, I}, bias->tensor(), p.buckets(),
+                      p.inverse.data(), T, top_k, E, H, I, {Act::silu, 1, 1}, true, interleaved, out(0), out(1),
+                      out(2), out(3), out(4), out(5), out(6)},
+                     threads);
+    for (int i = 0; i < 7; ++i) {
+      if (threads == 1) {
+        close(*got[i], want[i], "experts_backward");
+        first[i] = std::move(got[i]);
+      } else {
+        check(first[i]->same_bits(*got[i]), "bits depend on the number of threads");
+      }
+    }
+  }
 }
 
 void test_plan() {
@@ -465,6 +530,10 @@ int main() {
         test_grouped(d, 50, 2, 1, 300, 70, form & 1, form & 2);
         test_grouped(d, 0, 2, 3, 4, 5, form & 1, form & 2);
       }
+      test_experts_backward(d, 7, 4, 33, 21, 2, false);
+      test_experts_backward(d, 60, 2, 40, 37, 4, true);
+      test_experts_backward(d, 3, 2, 300, 270, 1, false);
+      test_experts_backward(d, 0, 3, 8, 8, 2, true);
     }
     test_concurrent_callers_and_fork();
     std::printf("%s: %s\n", isa.c_str(), failures == 0 ? "ok" : "failed");

@@ -73,6 +73,7 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     for scope in sorted(scopes):
         columns[f"gain,\n{scope}" if result.rates else "gain"] = lambda row, scope=scope: gain(row, scope)  # type: ignore[misc]
     columns["launches"] = lambda row: _number(row.launches, "d")
+    columns["peak\nMB"] = lambda row: _digits(None if row.peak_bytes is None else row.peak_bytes / 1e6)
     columns["error"] = lambda row: _number(row.error_rms, ".1e")
     if not any(row.mode in ("graph", "eager") for row in result.rows):
         del columns["mode"]

@@ -23,6 +23,7 @@ class Row:
         read_bytes: expert weights a call must read, mean over the inputs.
         error_worst, error_rms: against float64, relative to the row.
         launches: what one call puts on the GPU.
+        peak_bytes: the most it holds there beyond its inputs, results included.
     """
 
     tokens: int | None
@@ -41,6 +42,7 @@ class Row:
     error_worst: float | None = None
     error_rms: float | None = None
     launches: int | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moefuse.bench import inputs, machine, timing
-from moefuse.bench.contestants import BLOCK, EXPERTS, ROUTE_PLAN, Contestant, ours, refusal, theirs
+from moefuse.bench import inputs, machine, timing, training
+from moefuse.bench.contestants import BLOCK, EXPERTS, ROUTE_PLAN, TRAINING, Contestant, ours, refusal, theirs
 from moefuse.bench.floor import Floor, Probe
 from moefuse.bench.peers import Peer
 from moefuse.bench.result import FLOOR, OURS, Result, Row
@@ -31,6 +31,7 @@ class Options:
     Attributes:
         repeat: rounds per token count; None: as many as ``budget`` allows.
         budget: seconds of turns per token count.
+        training: time forward and backward of the experts, all gradients, instead of the forward.
     """
 
     dtype: torch.dtype
@@ -39,6 +40,7 @@ class Options:
     repeat: int | None = None
     budget: float = 5.0
     command: str = ""
+    training: bool = False
 
 
 def modes(device: torch.device) -> tuple[str, ...]:
@@ -84,26 +86,30 @@ def _at_tokens(
     tick("making inputs", 0.0)
     slots = inputs.make_slots(layers, T, dtype, device)
     field = ours(layers[0], dtype, options.backend)
+    scope = EXPERTS
+    read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), float(shape.flops(T))
+    if options.training:
+        field, scope = [training.ours(layers[0], dtype, options.backend)], TRAINING
+        read, flops = training.work(shape, slots, T, dtype)
     rows: list[Row] = []
     for peer in peers:
         reason = refusal(peer, layers[0], T, dtype, device)
         if reason is None:
-            field.append(theirs(peer, layers, dtype))
+            field.append((training.theirs if options.training else theirs)(peer, layers, dtype))
         else:
-            rows += [Row(T, peer.name, EXPERTS, "", note=reason)]
-    read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), shape.flops(T)
+            rows += [Row(T, peer.name, scope, "", note=reason)]
     measured, probed = measure(field, slots, T, options, limits.taking_part(read, flops), tick)
     rates = limits.rates(probed)
     least = rates.seconds(read, flops)
     rows = sorted([*measured, *rows], key=lambda row: (row.name != OURS, ("", *modes(device)).index(row.mode)))
     for row in rows:
-        if row.scope in (BLOCK, EXPERTS) and row.seconds:
+        if row.scope in (BLOCK, EXPERTS, TRAINING) and row.seconds:
             row.times_floor, row.read_bytes = row.seconds / least, read
             row.bytes_per_second = read / row.seconds
             row.bandwidth_share = row.bytes_per_second / rates.bandwidth
     compare(rows)
     bound = f"{rates.bound(read, flops)}-bound"
-    result.rows += [*rows, Row(T, FLOOR, EXPERTS, "", least, note=bound, times_floor=1.0, read_bytes=read)]
+    result.rows += [*rows, Row(T, FLOOR, scope, "", least, note=bound, times_floor=1.0, read_bytes=read)]
     result.rotation[T] = inputs.rotation(layers, slots, dtype, device)
     result.rates[T] = dataclasses.asdict(rates)
 
@@ -130,9 +136,11 @@ def measure(
             rows[index, verdict.mode] = verdict
             continue
         _, seconds = timing.once(contestant.call, slots[-1], device)
-        launches = timing.launches(contestant.call, slots[0]) if device.type == "cuda" else None
+        launches = peak = None
+        if device.type == "cuda":
+            launches, peak = timing.launches(contestant.call, slots[0]), timing.peak_bytes(contestant.call, slots[0])
         for mode in modes(device):
-            row = rows[index, mode] = dataclasses.replace(verdict, mode=mode, launches=launches)
+            row = rows[index, mode] = dataclasses.replace(verdict, mode=mode, launches=launches, peak_bytes=peak)
             if mode == "graph":
                 _capture(contestant, slots, row, turns, index)
             elif mode == "eager":
@@ -201,7 +209,7 @@ def _capture(
 def compare(rows: list[Row]) -> None:
     """Give each of our block and experts rows the peers' times over its own, in the same mode."""
     for row in rows:
-        if row.name == OURS and row.seconds and row.scope in (BLOCK, EXPERTS):
+        if row.name == OURS and row.seconds and row.scope in (BLOCK, EXPERTS, TRAINING):
             others = (other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds)
             row.faster_than = {other.name: other.seconds / row.seconds for other in others if other.seconds}
 

@@ -130,6 +130,17 @@ def interleave(
     raise AssertionError("unreachable")
 
 
+def peak_bytes(call: Call, slot: Any) -> int:
+    """The most memory one call holds on the GPU at a time beyond what was there, its results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call(slot)
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
 def launches(call: Call, slot: Any) -> int:
     """Kernels, copies and fills that one call puts on the GPU."""
     torch.cuda.synchronize()

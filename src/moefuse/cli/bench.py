@@ -50,6 +50,7 @@ def bench(
     case: Annotated[
         str | None, typer.Option(help="Time a case of the case table instead, such as experts/few.")
     ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Time forward and backward of the experts.")] = False,
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds per token count, instead of a budget.")] = None,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per token count; at least 5 rounds.")] = 5.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -68,8 +69,11 @@ def bench(
         repeat=repeat,
         budget=budget,
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        training=training,
     )
     _refuse_output(json, plot, case)
+    if training and plot is not None:
+        _stop("--plot", "it draws the forward alone; leave out --training")
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     capped = config.cap_onednn() if options.device.type == "cpu" else None
     busy = machine.busy()
@@ -78,6 +82,8 @@ def bench(
     if case is not None:
         if model is not None or weights is not None or any(size is not None for size in sizes):
             _stop("--case", "give a case or a model, not both")
+        if training:
+            _stop("--training", "a case has no training step; give a model or sizes")
         chosen = bench_cases.find(_known("--case", case, [known.id for known in CASES]))
         if options.dtype not in chosen.dtypes:
             _stop("--dtype", f"case {chosen.id} is not for {dtype}")

@@ -140,7 +140,7 @@ def _bias_gradient(grad: Tensor, offsets: Tensor, order: Tensor) -> Tensor:
 def _saving_kernel(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, kind, gated, alpha, limit, layout, backend = rest
     out, normed, z = _saving_fake(x, *rest)
-    run = select("experts_saving", x, backend).run
+    run = select("experts_saving", x, inherit("experts_saving", backend)).run
     given = None if tensors[14] is None else normed
     run(x, *tensors, activation_of(kind, gated, alpha, limit), layout, out, given, z)
     return out, normed, z
@@ -253,6 +253,5 @@ _experts_backward_reusing = define(
 
 def experts_saving(*args: Any) -> tuple[Tensor, Tensor]:
     """The differentiable form of `experts`: its arguments and the plan's parts, checked; out, and normed or empty."""
-    *inputs, backend = args
-    out, normed, _ = _experts_saving(*inputs, inherit("experts_saving", backend))
+    out, normed, _ = _experts_saving(*args)
     return out, normed
