@@ -107,7 +107,7 @@ def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
 
 
 def inherit(op: str, backend: str | None) -> str | None:
-    """The choice to hand to a backward piece: the forward's, the environment's too, where that backend has the piece."""
+    """The choice to hand to a backward piece: the forward's, or the environment's, where that backend has the piece."""
     row = next((row for row in backends.BACKENDS if row.name == (backend or config.backend())), None)
     return backend if row is None or op in row.load().OPS else REFERENCE
 
