@@ -12,7 +12,7 @@ from moefuse.hf.register import NAME, register
 
 register()
 
-from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402  # transformers must be there and new enough
+from moefuse.hf.blocks import PatchReport, patch, unpatch  # noqa: E402  # transformers must be there and new enough
 from moefuse.hf.support import Support, supports  # noqa: E402
 
 __all__ = ["NAME", "PatchReport", "Support", "patch", "supports", "unpatch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any, NamedTuple
 
@@ -84,14 +85,21 @@ def restore_order(module: Any) -> None:
             stack.data = stack.data.contiguous()
 
 
-_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, Activation | None] = weakref.WeakKeyDictionary()
+_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
+
+
+def known_activation(module: nn.Module) -> Activation | None:
+    """The module's activation where it is one of ours; looked into once per module."""
+    fields = _activation_fields(module)
+    return None if fields is None else Activation(*fields)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
-def known_activation(module: nn.Module) -> Activation | None:
-    """The module's activation where it is one of ours; looked into once per module."""
+def _activation_fields(module: nn.Module) -> tuple[Any, ...] | None:
+    """Plain values, which torch.compile can take as constants of the traced program."""
     if module not in _ACTIVATIONS:
-        _ACTIVATIONS[module] = activation_of(module)
+        found = activation_of(module)
+        _ACTIVATIONS[module] = None if found is None else dataclasses.astuple(found)
     return _ACTIVATIONS[module]
 
 
