@@ -1,4 +1,4 @@
-"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``."""
+"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``, ``moefuse run``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from moefuse.cli.bench import bench
 from moefuse.cli.check import check
 from moefuse.cli.info import info
+from moefuse.cli.run import run
 
 app = typer.Typer(
     name="moefuse",
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(info)
 app.command()(check)
 app.command()(bench)
+app.command()(run)
 
 
 def main() -> None:
