@@ -119,6 +119,26 @@ def test_a_hook_on_a_part_is_served(fused_calls: list[str]) -> None:
     assert len(fused_calls) == 3
 
 
+def test_a_part_put_in_later_is_served(fused_calls: list[str]) -> None:
+    model = tiny_model("qwen2_moe")
+    patch(model)
+    shared = model.model.layers[0].mlp.shared_expert
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    x = tokens()
+    with torch.no_grad():
+        before = model(input_ids=x).logits
+        adapter = Doubled(shared.down_proj.in_features, shared.down_proj.out_features, bias=False)
+        adapter.weight = shared.down_proj.weight
+        shared.down_proj = adapter
+        del fused_calls[:]
+        assert not torch.equal(model(input_ids=x).logits, before)
+    assert len(fused_calls) == 1, "the other block is still whole"
+
+
 def test_offloaded_weights_are_fetched() -> None:
     accelerate = pytest.importorskip("accelerate")
     for order in ("before", "after"):

@@ -25,6 +25,8 @@ _active_collector: Any = importlib.import_module(_capturing)._active_collector i
 # What transformers records without looking at a router.
 _UNROUTED = {"hidden_states", "attentions", "cross_attentions", "_hidden_states_layers"}
 
+_PLAIN = (nn.Parameter, Tensor, type(None))
+
 
 @dataclass(frozen=True)
 class PatchReport:
@@ -40,11 +42,13 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class _Fused:
-    """A block's rule and the activations of its experts and of its shared expert (None: run that module itself)."""
+    """A block's rule, the activations of its experts and of its shared expert (None: run that module itself), and
+    every module that the whole call leaves out, as ``(parent, name, module)``."""
 
     rule: BlockRule
     activation: Activation
     shared: Activation | None
+    parts: tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
 def patch(model: nn.Module) -> PatchReport:
@@ -85,15 +89,18 @@ def unpatch(model: nn.Module) -> None:
             del module._moefuse, module.forward
     for _, module in on_interface(model):
         restore_order(module)
-    previous = vars(model).pop("_moefuse_previous", None)
-    if previous is not None:
-        model.set_experts_implementation(previous)  # type: ignore[operator]  # a transformers model has it
+    for config, previous in vars(model).pop("_moefuse_previous", ()):
+        config._experts_implementation = previous
 
 
 def _use_our_experts(model: Any) -> None:
-    if hasattr(model, "set_experts_implementation") and not hasattr(model, "_moefuse_previous"):
-        model._moefuse_previous = model.get_experts_implementation()
-        model.set_experts_implementation(NAME)
+    """Name us in the configuration of every experts module, and remember what stood there."""
+    if hasattr(model, "_moefuse_previous"):
+        return
+    configs = {id(module.config): module.config for _, module in on_interface(model)}
+    model._moefuse_previous = [(config, config._experts_implementation) for config in configs.values()]
+    for config in configs.values():
+        config._experts_implementation = NAME
 
 
 def _understand(block: nn.Module) -> _Fused:
@@ -104,18 +111,24 @@ def _understand(block: nn.Module) -> _Fused:
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("its experts are normed before they are summed")
     rule = block_of(block)
-    wrapped = _wrapped(block, rule)
-    if wrapped is not None or "forward" in vars(block):
-        raise NotRecognized(f"{wrapped or 'the block'} is wrapped: hooks, offloading or parallelism")
+    shared = None if rule.shared is None else mlp_of(block.get_submodule(rule.shared))
+    parts = []
+    for path, part in block.named_modules():
+        if path and not (shared is None and rule.shared is not None and path.startswith(rule.shared)):
+            parent, _, name = path.rpartition(".")
+            parts.append((block.get_submodule(parent), name, part))
+    wrapped = [name for parent, name, part in parts if not _is_bare(parent, name, part)]
+    if wrapped or "forward" in vars(block):
+        raise NotRecognized(f"{', '.join(wrapped) or 'the block'} is wrapped: hooks, offloading or parallelism")
     assert activation is not None  # block_of refuses a block without experts
-    return _Fused(rule, activation, None if rule.shared is None else mlp_of(block.get_submodule(rule.shared)))
+    return _Fused(rule, activation, shared, tuple(parts))
 
 
-def _forward(block: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     fused: _Fused = block._moefuse
-    if args or kwargs or not _may_fuse(block, fused, hidden_states):
-        return type(block).forward(block, hidden_states, *args, **kwargs)
-    rule = fused.rule
+    if len(args) != 1 or kwargs or not _may_fuse(block, fused, args[0]):
+        return type(block).forward(block, *args, **kwargs)
+    rule, hidden_states = fused.rule, args[0]
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     router: Any = rule.tensor(block, rule.router)
     weights, ids = gate(
@@ -158,7 +171,7 @@ def _may_fuse(block: Any, fused: _Fused, hidden_states: Tensor) -> bool:
         return False
     if hidden_states.dtype != block.experts.down_proj.dtype or hidden_states.dtype == torch.float64:
         return False
-    return not _recording_routers() and _wrapped(block, fused.rule) is None
+    return not _recording_routers() and all(_is_bare(*part) for part in fused.parts)
 
 
 def _recording_routers() -> bool:
@@ -170,21 +183,13 @@ def _recording_routers() -> bool:
     return bool(recorded) and not _UNROUTED.issuperset(recorded)
 
 
-def _wrapped(block: Any, rule: BlockRule) -> str | None:
-    """A part that is no plain module with plain tensors any more."""
-    names = ["experts", rule.router.rpartition(".")[0], rule.shared, rule.shared_gate]
-    for name in names:
-        if name:
-            for module in block.get_submodule(name).modules():
-                if not _is_bare(module):
-                    return name
-    return None
-
-
-def _is_bare(module: nn.Module) -> bool:
-    if "forward" in vars(module) or hasattr(module, "_hf_hook") or module._forward_pre_hooks:
+def _is_bare(parent: nn.Module, name: str, part: nn.Module) -> bool:
+    """Whether a part is still in its place, and a plain module with plain tensors: leaving it out loses nothing."""
+    own = part.__dict__
+    if parent._modules.get(name) is not part or "forward" in own or "_hf_hook" in own or part._forward_pre_hooks:
         return False
-    if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in module._forward_hooks.values()):
+    if part._forward_hooks and any(
+        getattr(hook, "__name__", "") != "output_capturing_hook" for hook in part._forward_hooks.values()
+    ):
         return False
-    tensors = (value for value in module._parameters.values() if value is not None)
-    return all(type(value) in (Tensor, nn.Parameter) and value.device.type != "meta" for value in tensors)
+    return all(type(value) in _PLAIN for value in part._parameters.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
@@ -45,7 +46,7 @@ def interface_of(module: nn.Module) -> ExpertsInterface | None:
     return None
 
 
-def on_interface(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def on_interface(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Paths and experts modules that ``experts_implementation="moefuse"`` reaches."""
     for path, module in model.named_modules():
         interface = interface_of(module)
