@@ -17,6 +17,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import moefuse.hf
+from moefuse.hf.experts import known_activation
+from moefuse.hf.support import on_interface
+
 MODELS = Path(transformers.__file__).parent / "models"
 
 #: sizes by attribute name; a configuration takes those it has
@@ -164,3 +168,37 @@ def tiny_model(family: str) -> PreTrainedModel:
             return model.eval()
         reasons.append(f"{model_class.__name__}: no experts")
     raise RuntimeError("; ".join(reasons))
+
+
+HEADER = "| family | experts | weights | activation | patch |\n|---|---|---|---|---|"
+
+
+def table_row(family: str, model: PreTrainedModel, report: moefuse.hf.PatchReport) -> str:
+    """What the table of docs/huggingface.md says of a family."""
+    module = next(module for _, module in on_interface(model))
+    traits = {
+        "transposed": module.is_transposed,
+        "interleaved": not module.is_concatenated,
+        "biases": module.has_bias,
+        "ungated": not module.has_gate,
+        "normed": getattr(module, "has_post_expert_norm", False),
+    }
+    activation = known_activation(module)
+    block = (
+        "whole" if report.patched else next(iter(report.left_alone.values())).split(": ", 1)[1].split(", such as")[0]
+    )
+    weights = ", ".join(name for name, has in traits.items() if has) or "plain"
+    kind = "its own" if activation is None else activation.kind
+    return f"| {family} | {', '.join(families()[family])} | {weights} | {kind} | {block} |"
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    print(HEADER)
+    for family in families():
+        model = tiny_model(family)
+        print(table_row(family, model, moefuse.hf.patch(model)))
+
+
+if __name__ == "__main__":
+    main()

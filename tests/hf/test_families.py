@@ -1,8 +1,11 @@
 """Every family on the experts interface gives eager's logits, through the experts implementation and through patch."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from families import families, tiny_model
+import transformers
+from families import HEADER, families, table_row, tiny_model
 from torch import Tensor, nn
 
 import moefuse.hf
@@ -13,14 +16,15 @@ from moefuse.testing.compare import difference
 # Two float32 computations of the same network: 2 to 4 layers of sums a few hundred terms long.
 TOLERANCE = 1e-5
 #: what transformers 5.22.2 has; a later release may have more
-KNOWN_FAMILIES, KNOWN_PATCHED = 62, 48
+KNOWN_FAMILIES, KNOWN_PATCHED = 62, 49
 #: patch leaves these alone, each for its reason
 REASONS = (
-    "beside the experts, got",
+    "holds more than a router weight and biases per expert",
     "follows none of the known rules",
     "not the sum of experts and shared expert",
     "normed before they are summed",
     "one tensor like its input",
+    "must hold one router weight",
 )
 
 
@@ -29,8 +33,8 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-def errors_of(family: str) -> tuple[float, float, moefuse.hf.PatchReport]:
-    """The error of the experts implementation and of patch on a fresh model of this family."""
+def errors_of(family: str) -> tuple[float, float, moefuse.hf.PatchReport, str]:
+    """The error of the experts implementation and of patch on a fresh model of this family, and its row in the docs."""
     model = tiny_model(family)
     tokens = torch.randint(0, 97, (2, 7))
     with torch.no_grad():
@@ -45,17 +49,18 @@ def errors_of(family: str) -> tuple[float, float, moefuse.hf.PatchReport]:
         moefuse.hf.unpatch(model)
         assert model.get_experts_implementation()[""] == "eager"
         assert torch.equal(logits_of(model, tokens).double(), want), "unpatch restores"
-    return ours, patched, report
+    return ours, patched, report, table_row(family, model, report)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, moefuse.hf.PatchReport]:
+def outcomes() -> dict[str, tuple[moefuse.hf.PatchReport, str]]:
+    """What `patch` reported of each family that passed, and its row in the docs."""
     return {}
 
 
 @pytest.mark.parametrize("family", families())
-def test_gives_eagers_logits(family: str, outcomes: dict[str, moefuse.hf.PatchReport]) -> None:
-    ours, patched, report = errors_of(family)
+def test_gives_eagers_logits(family: str, outcomes: dict[str, tuple[moefuse.hf.PatchReport, str]]) -> None:
+    ours, patched, report, row = errors_of(family)
     if max(ours, patched) > TOLERANCE:
         # A router may stand between two experts by less than float32 tells apart; then three other draws must not.
         again = [errors_of(family) for _ in range(3)]
@@ -64,16 +69,25 @@ def test_gives_eagers_logits(family: str, outcomes: dict[str, moefuse.hf.PatchRe
     assert patched < TOLERANCE
     for reason in report.left_alone.values():
         assert any(known in reason for known in REASONS), reason
-    outcomes[family] = report
+    outcomes[family] = report, row
 
 
-def test_none_fell_out(outcomes: dict[str, moefuse.hf.PatchReport]) -> None:
+def test_none_fell_out(outcomes: dict[str, tuple[moefuse.hf.PatchReport, str]]) -> None:
     if len(outcomes) < len(families()):
         pytest.skip("counts the outcomes of the whole sweep")
-    taken = sorted(family for family, report in outcomes.items() if report.patched)
+    taken = sorted(family for family, (report, _) in outcomes.items() if report.patched)
     print(f"patch takes blocks of {len(taken)} of {len(outcomes)} families")
     assert len(outcomes) >= KNOWN_FAMILIES
     assert len(taken) >= KNOWN_PATCHED
+
+
+def test_the_docs_have_this_table(outcomes: dict[str, tuple[moefuse.hf.PatchReport, str]]) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    if f"transformers {transformers.__version__}" not in docs:
+        pytest.skip("the docs speak of another release")
+    assert HEADER in docs
+    for _, row in outcomes.values():
+        assert row in docs, "print the table anew: python tests/hf/families.py"
 
 
 KINDS = {"qwen3_moe": "gated", "nemotron_h": "ungated", "gpt_oss": "biased", "aria": "transposed"}

@@ -120,7 +120,7 @@ def test_unknown_activation_is_refused() -> None:
 def test_foreign_child_is_refused() -> None:
     block = make_block("Qwen3MoeTopKRouter")
     block.post_norm = nn.LayerNorm(32)
-    with pytest.raises(ValueError, match=r"beside the experts, got post_norm"):
+    with pytest.raises(ValueError, match=r"more than a router weight and biases per expert, such as post_norm"):
         MoE.from_hf(block)
 
 

@@ -63,6 +63,7 @@ def patch(model: nn.Module) -> PatchReport:
         raise TypeError(f"patch: model must be a torch module, got {type(model).__name__}")
     patched: list[str] = []
     left_alone: dict[str, str] = {}
+    rules: list[BlockRule] = []
     for path, _ in list(on_interface(model)):
         block_path = path.rpartition(".")[0]
         block: Any = model.get_submodule(block_path)
@@ -70,10 +71,11 @@ def patch(model: nn.Module) -> PatchReport:
             patched.append(block_path)
             continue
         try:
-            fused = _understand(block)
+            fused = _understand(block, rules)
         except NotRecognized as reason:
             left_alone[block_path] = f"{type(block).__name__}: {reason}"
             continue
+        rules.append(fused.rule)
         block._moefuse = fused
         block.forward = types.MethodType(_forward, block)
         patched.append(block_path)
@@ -103,14 +105,14 @@ def _use_our_experts(model: Any) -> None:
         config._experts_implementation = NAME
 
 
-def _understand(block: nn.Module) -> _Fused:
+def _understand(block: nn.Module, likely: list[BlockRule]) -> _Fused:
     module = block.get_submodule("experts") if isinstance(getattr(block, "experts", None), nn.Module) else None
     activation = None if module is None else known_activation(module)
     if module is not None and activation is None:
         raise NotRecognized("the gate of its experts is not one of ours")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("its experts are normed before they are summed")
-    rule = block_of(block)
+    rule = block_of(block, likely)
     shared = None if rule.shared is None else mlp_of(block.get_submodule(rule.shared))
     parts = []
     for path, part in block.named_modules():

@@ -8,8 +8,9 @@ every clamp, scores near zero, selection biases larger than the scores. What no 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,14 +141,19 @@ class BlockRule:
         return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
 
 
-def block_of(block: nn.Module) -> BlockRule:
-    """Recognise a block; raises `NotRecognized` with what stands in the way."""
+# Small biases decide between near scores; large ones push keys below zero, where a rule that fills with 0 shows.
+_BIAS_SIZES = (0.1, 1.0, 1.0)
+
+
+def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
+    """Recognise a block; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(block)
-    # Small biases decide between near scores, large ones push keys below zero, where a rule that fills with 0 shows.
-    first, *others = [_probe(block, parts, seed, bias_size) for seed, bias_size in enumerate((0.1, 1.0, 1.0))]
-    for rule in first:
-        if all(rule in fitting for fitting in others):
-            return rule
+    for tried in ((rule.routing,) for rule in dict.fromkeys(likely)), (None,):
+        for routings in tried:
+            first, *others = [_probe(block, parts, *draw, routings) for draw in enumerate(_BIAS_SIZES)]
+            for rule in first:
+                if all(rule in fitting for fitting in others):
+                    return rule
     raise NotRecognized("its router follows none of the known rules")
 
 
@@ -190,9 +196,11 @@ def _parts(block: nn.Module) -> _Parts:
             vectors.append(path)
         else:
             foreign.append(f"{path} {list(value.shape)}")
-    if len(routers) != 1 or foreign:
-        got = ", ".join(foreign) if foreign else f"{len(routers)} router weights"
-        raise NotRecognized(f"one router weight [{E}, {H}] and biases per expert beside the experts, got {got}")
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise NotRecognized(f"it holds more than a router weight and biases per expert, such as {foreign[0]}{more}")
+    if len(routers) != 1:
+        raise NotRecognized(f"it must hold one router weight [{E}, {H}], got {len(routers)}")
     return _Parts(E, H, routers[0], tuple(vectors), *(names[0] if names else None for names in (shared, weighers)))
 
 
@@ -212,7 +220,9 @@ class _Recorder(nn.Module):
         return self.answer.clone().view(args[0].shape)
 
 
-def _probe(block: nn.Module, parts: _Parts, seed: int, bias_size: float) -> list[BlockRule]:
+def _probe(
+    block: nn.Module, parts: _Parts, seed: int, bias_size: float, routings: tuple[Routing, ...] | None
+) -> list[BlockRule]:
     """The rules that fit the block on one draw of weights and inputs, simple ones first."""
     generator = torch.Generator().manual_seed(seed)
     E, H = parts.num_experts, parts.hidden
@@ -233,7 +243,7 @@ def _probe(block: nn.Module, parts: _Parts, seed: int, bias_size: float) -> list
         gate = _set(probe, f"{parts.shared_gate}.weight", torch.randn(1, H, generator=generator) * H**-0.5)[0]
     x = torch.randn(2, 48, H, generator=generator)
     x[:, 12:24] *= 0.2
-    x[:, 24:36] *= 4
+    x[:, 24:36] *= 1.5  # not more: sigmoids that round to 1 are ties
     x[:, 36:] -= common * torch.linspace(6, 14, 12)[:, None]
     rows = x.view(T, H)
 
@@ -255,7 +265,9 @@ def _probe(block: nn.Module, parts: _Parts, seed: int, bias_size: float) -> list
     factor = _composition(out.reshape(T, H), answers[0], answers[1] if shared is not None else None, gate, rows)
     numbers = {1.0, *_numbers(block), *(n for child in probe.modules() for n in _numbers(child))}
     numbers |= set(_numbers(getattr(block, "config", None)))
-    fitting = _routings(rows, weight, vectors, ids, weights * _snap(factor, numbers), numbers, probe)
+    if routings is None:
+        routings = tuple(_rules(ids.shape[1], E, probe))
+    fitting = _routings(rows, weight, vectors, ids, weights * _snap(factor, numbers), numbers, routings)
     rest = (parts.shared, parts.shared_gate, weights_too, _same_in_training(probe, x, out, experts))
     return [BlockRule(rule, parts.router, logit, selection, *rest) for rule, logit, selection in fitting]
 
@@ -295,10 +307,10 @@ def _routings(
     ids: Tensor,
     weights: Tensor,
     numbers: set[float],
-    probe: nn.Module,
+    candidates: tuple[Routing, ...],
 ) -> list[tuple[Routing, str | None, str | None]]:
     """The rules that give these ids and weights, and which vectors are their biases."""
-    E, top_k = weight.shape[0], ids.shape[1]
+    E = weight.shape[0]
     if len(vectors) > 2:
         raise NotRecognized(f"two biases per expert at most, got {', '.join(vectors)}")
     seen = _dense(ids, weights.float(), E)
@@ -310,10 +322,12 @@ def _routings(
             continue
         biased = logits if logit_bias is None else logits + vectors[logit_bias]
         bias = None if selection_bias is None else vectors[selection_bias]
-        for rule in _rules(top_k, E, probe):
-            scale = _fit(seen, biased, bias, rule)
+        for candidate in candidates:
+            rule = dataclasses.replace(candidate, scale=1.0)
+            scale = _fit(seen, biased, bias, rule) if rule.top_k == ids.shape[1] else None
             if scale is not None:
-                found.append((_scaled(rule, _snap(scale, numbers)), logit_bias, selection_bias))
+                scaled = dataclasses.replace(rule, scale=_snap(scale, numbers))
+                found.append((scaled, logit_bias, selection_bias))
     return found
 
 
@@ -325,6 +339,8 @@ def _fit(seen: Tensor, logits: Tensor, bias: Tensor | None, rule: Routing) -> fl
         return _dense(ids.long(), weights, logits.shape[1])
 
     got = by_rule(logits)
+    if 4 * int(((got > 0) == (seen > 0)).all(-1).sum()) < 3 * len(seen):
+        return None
     nudged = [by_rule(logits + sign * 1e-5 * torch.linspace(-1, 1, logits.shape[1])) for sign in (1, -1)]
     firm = torch.stack([((got > 0) == (other > 0)).all(-1) for other in nudged]).all(0)  # no near tie in the row
     got, seen = got[firm], seen[firm]
@@ -345,10 +361,6 @@ def _rules(top_k: int, E: int, probe: nn.Module) -> Iterator[Routing]:
     floors: list[float | None] = [None, *(n for m in probe.modules() for n in _numbers(m, "norm_min"))]
     for score, renormalize, group, softcap, floor in itertools.product(SCORES, (True, False), groups, caps, floors):
         yield Routing(top_k, score, renormalize, softcap=softcap, norm_floor=floor, **group)
-
-
-def _scaled(rule: Routing, scale: float) -> Routing:
-    return rule if scale == 1.0 else Routing(**{**vars(rule), "scale": scale})
 
 
 def _snap(value: float, numbers: set[float]) -> float:
