@@ -58,6 +58,13 @@ def patch(model: nn.Module) -> PatchReport:
     running a copy of it on random weights shows that a rule of ours gives what it gives (`moefuse.nn.recognize`);
     another is left alone, with the reason in the report, and still gets our experts. A patched block takes its old path
     when something must see its parts: recorded router logits, hooks, offloading, tensor or expert parallelism.
+
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
+    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
+    >>> print(patch(model))
+    2 of 2 blocks patched
+    >>> unpatch(model)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch module, got {type(model).__name__}")
