@@ -153,6 +153,7 @@ def test_mistaken_options(model: Path, tmp_path: Path) -> None:
         (("--chat",), "no chat template; leave --chat out"),
         (("--parallel", "tensor"), "start with torchrun"),
         (("--parallel", "pipeline"), "must be tensor or experts"),
+        (("--parallel", "experts", "--stats"), "each rank sees its own experts only"),
     ):
         code, output = invoke(model, "--prompt", "w3", *args)
         assert code == 2, output

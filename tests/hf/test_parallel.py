@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from moefuse.testing.compare import difference
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
+
+
+def launch(*command: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*torchrun, *command], capture_output=True, text=True, env=environment, timeout=280, check=False
+    )
 
 
 def two_ranks(folder: Path, family: str, *modes: str) -> tuple[torch.Tensor, dict[str, list[dict[str, Any]]]]:
@@ -24,15 +34,7 @@ def two_ranks(folder: Path, family: str, *modes: str) -> tuple[torch.Tensor, dic
         want = model(input_ids=tokens).logits.double()
     model.save_pretrained(folder)
     torch.save(tokens, folder / "tokens.pt")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(folder), *modes],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=280,
-        check=False,
-    )
+    done = launch(str(WORKER), str(folder), *modes)
     assert done.returncode == 0, done.stderr[-4000:]
     return want, {mode: [torch.load(folder / f"{mode}.{rank}.pt") for rank in range(2)] for mode in modes}
 
@@ -68,3 +70,16 @@ def test_biased_transposed_experts(tmp_path: Path) -> None:
         if error < 1e-5:
             break
     assert error < 1e-5
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_split(tmp_path: Path) -> None:
+    """The line that docs/huggingface.md gives."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(tmp_path)
+    done = launch("-m", "moefuse.cli", "run", str(tmp_path), "--prompt", "w3 w4", "--parallel", "experts", "--compare")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("largest logit difference") == 1, "one rank speaks"
+    assert float(done.stdout.split("largest logit difference ")[1].split(",")[0]) < 1e-3

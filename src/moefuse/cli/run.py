@@ -38,6 +38,8 @@ def run(
         _stop("--dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
     if plot is not None:
         _refuse_plot(plot)
+    if parallel == "experts" and (stats or plot is not None):
+        _stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     if target.type == "cpu":
@@ -73,11 +75,18 @@ def _run(
         decode = f"decode {done.decode_tokens} tokens at {done.decode_rate:.1f}/s"
         console.print(f"{name}: {prefill}, {decode}", highlight=False)
 
+    def warm_up() -> None:
+        """What the first call alone pays for must not tell two implementations apart."""
+        if against is not None:
+            with torch.no_grad():
+                model(input_ids=prompt)
+
     report = hf.patch(model)
+    warm_up()
     ours = generate(model, tokenizer, prompt, max_tokens, show, to_the_end=against is not None)
     console.print()
     rates("moefuse", ours)
-    console.print(str(report), markup=False, highlight=False)
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     if stats or plot is not None:
         load = expert_load(model, ours.tokens)
         if stats:
@@ -91,6 +100,7 @@ def _run(
             hf.unpatch(model)
             _use(model, against)
             stock_logits = model(input_ids=ours.tokens).logits.float()
+        warm_up()
         stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, to_the_end=True)
         rates(against, stock)
         largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
@@ -161,7 +171,7 @@ def _refuse_plot(plot: Path) -> None:
 
 def _print_load(console: Console, load: dict[str, Tensor]) -> None:
     """One row per layer, one cell per expert or per few of them, dark where the load is high."""
-    console.print("\nload of the experts, layer by layer: blank is unused, full is twice the even share or more")
+    console.print("\nload of the experts: blank is unused, full is twice the even share or more")
     for path, counts in load.items():
         even = counts.sum() / len(counts)
         room = max(console.width - 44, 16)

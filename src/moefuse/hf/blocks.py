@@ -36,8 +36,13 @@ class PatchReport:
     left_alone: dict[str, str]
 
     def __str__(self) -> str:
+        paths: dict[str, list[str]] = {}
+        for path, reason in self.left_alone.items():
+            paths.setdefault(reason, []).append(path)
         lines = [f"{len(self.patched)} of {len(self.patched) + len(self.left_alone)} blocks patched"]
-        return "\n".join(lines + [f"  {path}: {reason}" for path, reason in self.left_alone.items()])
+        for reason, same in paths.items():
+            lines.append(f"  {same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''}: {reason}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
