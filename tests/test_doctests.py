@@ -11,7 +11,7 @@ import moefuse
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(moefuse.__path__, "moefuse.")
-    if module.name.split(".")[1] in ("types", "quant", "ops", "nn", "testing")
+    if module.name.split(".")[1] in ("types", "quant", "ops", "nn", "hf", "testing")
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``moefuse info``, ``moefuse check``, ``moefuse bench``, ``moefuse gguf``."""
+"""The command line: ``moefuse info``, ``check``, ``bench``, ``gguf`` and ``run``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from moefuse.cli.bench import bench
 from moefuse.cli.check import check
 from moefuse.cli.gguf import gguf
 from moefuse.cli.info import info
+from moefuse.cli.run import run
 
 app = typer.Typer(
     name="moefuse",
@@ -20,6 +21,7 @@ app.command()(info)
 app.command()(check)
 app.command()(bench)
 app.command()(gguf)
+app.command()(run)
 
 
 def main() -> None:

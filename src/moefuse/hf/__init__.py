@@ -1,0 +1,18 @@
+"""Hugging Face transformers: importing this package makes ``experts_implementation="moefuse"`` a valid choice.
+
+    import moefuse.hf
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
+
+`supports` says whether a model would use it, `patch` replaces whole blocks where it understands them.
+"""
+
+from __future__ import annotations
+
+from moefuse.hf.register import NAME, register
+
+register()
+
+from moefuse.hf.blocks import PatchReport, patch, unpatch  # noqa: E402  # transformers must be there and new enough
+from moefuse.hf.support import Support, supports  # noqa: E402
+
+__all__ = ["NAME", "PatchReport", "Support", "patch", "supports", "unpatch"]

@@ -1,0 +1,116 @@
+"""The experts implementation "moefuse": one function for every layout that transformers' experts interface has."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moefuse import combine, experts, grouped_linear, plan
+from moefuse.nn.recognize import activation_of, layout_of
+from moefuse.types import Activation
+
+
+class Stacks(NamedTuple):
+    """An experts module's weights as the ops take them: ``[E, 2I or I, H]`` and ``[E, H, I]``, and their biases."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``.
+
+    An id outside the module's experts, as expert parallelism marks the slots of other ranks, contributes nothing.
+    """
+    stacks = stacks_of(module)
+    # Under autocast the rows may be wider or narrower than the weights; like the built-in paths, the weights decide.
+    x = hidden_states.to(stacks.down.dtype)
+    weights = top_k_weights.to(x.dtype) if x.dtype == torch.float64 else top_k_weights
+    activation = known_activation(module)
+    out: Any  # no norm_weight is given, so each op returns one tensor
+    if activation is None or getattr(module, "has_post_expert_norm", False):
+        out = _with_own_parts(module, x, top_k_index, weights, stacks)
+    else:
+        out = experts(
+            x, top_k_index, weights, stacks.gate_up, stacks.down, activation=activation, layout=layout_of(module),
+            gate_up_bias=stacks.gate_up_bias, down_bias=stacks.down_bias,
+        )  # fmt: skip
+    return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def refuse_fp8(module: nn.Module, *_: Any, **__: Any) -> Tensor:
+    """What transformers calls for FP8 experts, whose scales our products do not apply."""
+    raise NotImplementedError(
+        f'experts_implementation="moefuse" does not compute {type(module).__name__}: its weights are FP8. '
+        'Load the model with dequantised weights, or choose experts_implementation="grouped_mm"'
+    )
+
+
+def stacks_of(module: Any) -> Stacks:
+    """The module's own tensors; a stack that is kept as [E, in, out] comes as a transposed view."""
+    gate_up = module.gate_up_proj if module.has_gate else module.up_proj
+    down = module.down_proj
+    if module.is_transposed:
+        _lay_rows_along_the_input(gate_up)
+        _lay_rows_along_the_input(down)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not module.has_bias:
+        return Stacks(gate_up, down, None, None)
+    gate_up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+    return Stacks(gate_up, down, gate_up_bias, module.down_proj_bias)
+
+
+def _lay_rows_along_the_input(stack: Tensor) -> None:
+    """Change the strides of an ``[E, in, out]`` stack so that its transposed view is dense; shape and values stay.
+
+    The CPU kernels read along the input dimension and would copy the stack at each call. This moves it once, in place
+    of the old memory, so that nothing is held twice.
+    """
+    if torch.compiler.is_compiling() or stack.device.type != "cpu" or stack.stride(1) == 1:
+        return
+    if type(stack) in (Tensor, nn.Parameter):
+        stack.data = stack.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def restore_order(module: Any) -> None:
+    """Undo what `stacks_of` did to the memory of a transposed stack."""
+    for stack in module.parameters(recurse=False):
+        if module.is_transposed and stack.dim() == 3 and not stack.is_contiguous():
+            stack.data = stack.data.contiguous()
+
+
+_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
+
+
+def known_activation(module: nn.Module) -> Activation | None:
+    """The module's activation where it is one of ours; looked into once per module."""
+    fields = _activation_fields(module)
+    return None if fields is None else Activation(*fields)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def _activation_fields(module: nn.Module) -> tuple[Any, ...] | None:
+    """Plain values, which torch.compile can take as constants of the traced program."""
+    if module not in _ACTIVATIONS:
+        found = activation_of(module)
+        _ACTIVATIONS[module] = None if found is None else dataclasses.astuple(found)
+    return _ACTIVATIONS[module]
+
+
+def _with_own_parts(module: Any, x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """Our two products and sum around the module's own gate and norm."""
+    E = stacks.down.shape[0]
+    order = plan(ids, E)
+    z = grouped_linear(x, stacks.gate_up, order, gather=True, scatter=False, bias=stacks.gate_up_bias)
+    h = (module._apply_gate if module.has_gate else module.act_fn)(z).to(x.dtype)
+    y = grouped_linear(h, stacks.down, order, gather=False, scatter=True, bias=stacks.down_bias)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y).to(x.dtype)
+    live = (ids >= 0) & (ids < E)
+    return combine(y, weights.masked_fill(~live, 0))  # type: ignore[return-value]  # no norm_weight: one tensor

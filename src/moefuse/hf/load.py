@@ -1,0 +1,76 @@
+"""A model and its tokenizer from a path, ready to run on moefuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefuse.hf.register import NAME
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    parallel: str | None = None,
+) -> tuple[Any, Any]:
+    """A causal language model on our experts, in eval mode, and its tokenizer.
+
+    Args:
+        path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it.
+        dtype: of the weights; "auto" is the checkpoint's own.
+        device: where it runs.
+        parallel: "tensor" or "experts": split over the ranks that ``torchrun`` started.
+    """
+    folder = Path(path)
+    _check(folder)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # each tokenizer fails in its own way
+        raise ValueError(f"transformers cannot read the tokenizer of {folder}: {_first_line(error)}") from error
+    options: dict[str, Any] = {} if parallel is None else {"distributed_config": _split(parallel, torch.device(device))}
+    model: Any
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=NAME, dtype=dtype, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"transformers cannot load {folder}: {_first_line(error)}") from error
+    return (model.to(device) if parallel is None else model).eval(), tokenizer
+
+
+def _check(folder: Path) -> None:
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{folder} is a GGUF file: give the directory of a transformers model")
+    if not folder.exists():
+        fetch = f"; a model of the hub is fetched with: hf download {folder} --local-dir DIRECTORY"
+        raise ValueError(f"there is no {folder}{fetch if len(folder.parts) == 2 and not folder.is_absolute() else ''}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: give the directory of a transformers model")
+    # Without files transformers makes up an empty tokenizer.
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        raise ValueError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
+
+
+def _split(parallel: str, device: torch.device) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if parallel not in ("tensor", "experts"):
+        raise ValueError(f"parallel must be tensor or experts, got {parallel!r}")
+    if not torch.distributed.is_torchelastic_launched():
+        raise ValueError("parallel needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse.cli run ...")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks = torch.distributed.get_world_size()
+    if parallel == "tensor":
+        return DistributedConfig(tp_size=ranks)
+    if "ep_size" not in DistributedConfig.__dataclass_fields__:
+        raise ValueError("parallel experts need transformers 5.18 or newer: pip install -U transformers")
+    return DistributedConfig(tp_size=ranks, ep_size=ranks)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,102 @@
+"""Text from a model, with the time it took; and which experts its tokens went to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextStreamer
+
+from moefuse.hf.support import on_interface
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, greedily, and how fast; ``tokens`` are those of the prompt and of the answer."""
+
+    text: str
+    tokens: Tensor
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first; 0 where there was only one."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
+
+
+class _Clock(TextStreamer):
+    """Passes text on as it becomes readable, and notes when each token came."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.show = show
+        self.text = ""
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        super().put(value)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002  # the base class's form
+        self.text += text
+        self.show(text)
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Tensor,
+    max_tokens: int,
+    show: Callable[[str], None],
+    *,
+    to_the_end: bool = False,
+) -> Generation:
+    """Continue ``prompt`` ``[1, T]`` greedily, handing text to ``show`` as it comes.
+
+    ``to_the_end`` writes all ``max_tokens``, also past the model's own end.
+    """
+    clock = _Clock(tokenizer, show)
+    least = {"min_new_tokens": max_tokens} if to_the_end else {}
+    with torch.no_grad():
+        tokens = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, streamer=clock,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **least,
+        )  # fmt: skip
+    started, first, *_ = clock.times  # the streamer is given the prompt first
+    written = tokens.shape[1] - prompt.shape[1]
+    return Generation(clock.text, tokens, prompt.shape[1], first - started, written - 1, clock.times[written] - first)
+
+
+def expert_load(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """How many assignments of ``tokens`` ``[1, T]`` go to each expert: path of the experts module -> counts ``[E]``."""
+    load: dict[str, Tensor] = {}
+
+    def count(path: str) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            counts = torch.bincount(args[1].flatten().cpu(), minlength=module.num_experts)[: module.num_experts]
+            load[path] = load[path] + counts if path in load else counts
+
+        return hook
+
+    # A hook on its experts makes a patched block take the path on which they are called.
+    handles = [module.register_forward_pre_hook(count(path)) for path, module in on_interface(model)]
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return load
