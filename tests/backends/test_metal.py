@@ -37,31 +37,9 @@ def named(found: list) -> list:
 EACH = [(case, dtype) for case in cases.CASES for dtype in case.dtypes]
 
 
-#: Plain float32 sums, torch's own too, are off by more than 1e-6 of a row that cancels once in some 1,500 draws of
-#: experts/one_expert, and by 1.2e-6 in none.
-CHAINED = Tolerance(2e-6, 2e-6, "two products in a row, float32, relative to a result that may cancel")
-
-
-def ranks_alike(case: cases.Case, made: dict) -> bool:
-    """Whether float32 and float64 must select the same experts: no two logits of a token are within 1e-5."""
-    if case.op not in ("gate", "moe"):
-        return True
-    x, router = made["x"].double(), made["weight" if case.op == "gate" else "router"].double()
-    if made["norm_weight"] is not None:
-        x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * made["norm_weight"].double()
-    logits = x @ router.T
-    if made.get("logit_bias") is not None:
-        logits = logits + made["logit_bias"].double()
-    return bool((logits.sort(-1).values.diff(dim=-1) > 1e-5).all())
-
-
 def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
-    seed = next(seed for seed in range(rng.initial_seed(), 2**63) if ranks_alike(case, case.inputs(seed, dtype)))
-    outcome = cases.run(case, dtype, BACKEND, DEVICE, seed)
-    failed = set(outcome.failures)
-    if case.op in ("experts", "moe") and dtype == torch.float32:
-        failed = {name for name in failed if name not in outcome.errors or not outcome.errors[name].within(CHAINED)}
-    assert not failed, outcome.describe()
+    outcome = cases.run(case, dtype, BACKEND, DEVICE, rng.initial_seed())
+    assert outcome.passed, outcome.describe()
 
 
 @pytest.mark.parametrize(("case", "dtype"), named(EACH))
