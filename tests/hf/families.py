@@ -134,7 +134,7 @@ def scale_by_fan_in(model: nn.Module) -> None:
         for name, value in module.named_parameters(recurse=False):
             with torch.no_grad():
                 if value.dim() < 2:
-                    if "norm" in type(module).__name__.lower() and name == "weight":
+                    if "scale" in name or ("norm" in type(module).__name__.lower() and name == "weight"):
                         continue
                     value.copy_(0.1 * torch.randn(value.shape))
                 elif isinstance(module, nn.Embedding):

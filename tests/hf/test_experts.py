@@ -200,6 +200,16 @@ def test_transposed_stacks_are_moved_once_and_kept_once() -> None:
     assert difference(eager(module, *args), want).worst < 1e-5, "the stock path still runs"
 
 
+def test_a_stack_moved_in_inference_mode_can_be_trained() -> None:
+    model = tiny_model("gpt_oss")
+    model.set_experts_implementation("moefuse")
+    tokens = torch.randint(0, 97, (1, 4))
+    with torch.inference_mode():
+        model(input_ids=tokens)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert float(model.model.layers[0].mlp.experts.gate_up_proj.grad.abs().sum()) > 0
+
+
 def test_a_moved_stack_is_saved_as_it_was(tmp_path: Path) -> None:
     model = tiny_model("gpt_oss")
     before = {name: value.clone() for name, value in model.state_dict().items()}

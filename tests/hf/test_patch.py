@@ -199,16 +199,23 @@ def test_pickles_and_copies() -> None:
     torch.save(model.state_dict(), io.BytesIO())
 
 
-def test_bfloat16_model() -> None:
-    model = tiny_model("qwen3_moe")
-    x = tokens()
+def test_bfloat16_block_is_as_near_to_the_truth_as_stock() -> None:
+    model = tiny_model("qwen2_moe")
+    block = model.model.layers[0].mlp
+    model.set_experts_implementation("eager")
+    x = torch.randn(1, 201, 64).bfloat16()
+
+    def typical_error(got: Tensor, want: Tensor) -> float:
+        """Of the median token: in bfloat16 a few stand between two experts and may take either."""
+        gap, size = ((t.double().square().mean(-1).sqrt()) for t in (got.double() - want, want))
+        return float((gap / size).median())
+
     with torch.no_grad():
-        model.set_experts_implementation("eager")
-        truth = model.double()(input_ids=x).logits
         model.bfloat16()
-        stock = difference(model(input_ids=x).logits, truth).rms
+        truth = copy.deepcopy(block).double()(x.double())
+        stock = typical_error(block(x), truth)
         patch(model)
-        assert difference(model(input_ids=x).logits, truth).rms < 2 * stock + 0.02
+        assert typical_error(block(x), truth) < 1.2 * stock
 
 
 def test_not_a_model() -> None:

@@ -75,14 +75,16 @@ def _lay_rows_along_the_input(stack: Tensor) -> None:
     if torch.compiler.is_compiling() or stack.device.type != "cpu" or stack.stride(1) == 1:
         return
     if type(stack) in (Tensor, nn.Parameter):
-        stack.data = stack.data.transpose(1, 2).contiguous().transpose(1, 2)
+        with torch.inference_mode(False):  # the new memory must stay fit for training
+            stack.data = stack.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def restore_order(module: Any) -> None:
     """Undo what `stacks_of` did to the memory of a transposed stack."""
     for stack in module.parameters(recurse=False):
         if module.is_transposed and stack.dim() == 3 and not stack.is_contiguous():
-            stack.data = stack.data.contiguous()
+            with torch.inference_mode(False):
+                stack.data = stack.data.contiguous()
 
 
 _ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
