@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import launch
+from moefuse.backends.triton.launch import ceil_div, launch
 from moefuse.types import Activation
 
 
@@ -143,7 +143,7 @@ def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str)
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     BLOCK = 1024
     launch(
-        _glu_kernel, (triton.cdiv(out.numel(), BLOCK),), gate_up, second, out, out.numel() // max(width, 1), width,
+        _glu_kernel, (ceil_div(out.numel(), BLOCK),), gate_up, second, out, out.numel() // max(width, 1), width,
         *strides, *activation_numbers(activation), KIND=activation.kind, GATED=activation.gated, BLOCK=BLOCK,
     )  # fmt: skip
     return out
@@ -178,7 +178,7 @@ def glu_backward(
     d_second = _parts(d_gate_up, None if up is None else d_up, activation.gated, layout)[0]
     BLOCK = 1024
     launch(
-        _glu_backward_kernel, (triton.cdiv(grad.numel(), BLOCK),), grad, gate_up, second, d_gate_up, d_second,
+        _glu_backward_kernel, (ceil_div(grad.numel(), BLOCK),), grad, gate_up, second, d_gate_up, d_second,
         grad.numel() // max(width, 1), width, *strides, *activation_numbers(activation), KIND=activation.kind,
         GATED=activation.gated, BLOCK=BLOCK,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def weighted_sum(
     shared, residual = contiguous(shared), contiguous(residual)
     shared_gate, shared_logit = contiguous(shared_gate), contiguous(shared_logit)
     launch(
-        _combine_kernel, (T, triton.cdiv(H, BLOCK_H)), y.contiguous(), weights.contiguous(), inverse, ids, shared,
+        _combine_kernel, (T, ceil_div(H, BLOCK_H)), y.contiguous(), weights.contiguous(), inverse, ids, shared,
         shared_gate, shared_logit, residual, contiguous(norm_weight), out, normed_out, H, num_experts, eps,
         HAS_INVERSE=inverse is not None, HAS_IDS=ids is not None, HAS_SHARED=shared is not None,
         HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.combine import combine, contiguous
-from moefuse.backends.triton.launch import block_of, launch
+from moefuse.backends.triton.launch import block_of, ceil_div, launch
 
 #: tokens whose part of a norm weight's gradient one program sums
 _TOKENS = 64
@@ -76,10 +76,10 @@ def _norm_weight_kernel(
 def norm_weight_gradient(d: Tensor, x: Tensor, inverse_rms: Tensor, norm_weight: Tensor) -> Tensor:
     """Sum over tokens, block by block in order. d is dense."""
     T, H = d.shape
-    blocks = triton.cdiv(T, _TOKENS)
+    blocks = ceil_div(T, _TOKENS)
     parts = torch.empty((blocks, H), dtype=torch.float32, device=d.device)
     launch(
-        _norm_weight_kernel, (blocks, triton.cdiv(H, 64)), d, x, inverse_rms, parts, T, H, *x.stride(), TOKENS=_TOKENS,
+        _norm_weight_kernel, (blocks, ceil_div(H, 64)), d, x, inverse_rms, parts, T, H, *x.stride(), TOKENS=_TOKENS,
         BLOCK_T=16, BLOCK_H=64, num_warps=4,
     )  # fmt: skip
     return parts.sum(0).to(norm_weight.dtype)

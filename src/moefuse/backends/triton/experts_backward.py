@@ -24,7 +24,7 @@ from moefuse.backends.triton.grouped_linear import (
     up_rows,
     z_columns,
 )
-from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.outer import outer
 from moefuse.backends.triton.tiles import Tile, mirror_tile, product_tile, slot_columns
 from moefuse.types import Activation
@@ -185,7 +185,7 @@ def mirror(
     if w_desc is None or u_desc is None:
         w_desc = u_desc = None
     launch(
-        _mirror_kernel, (most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), a, w, u, a_desc, w_desc, u_desc, offsets,
+        _mirror_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), a, w, u, a_desc, w_desc, u_desc, offsets,
         order, out, S, E, N, K, K2, max(1, S // max(1, a.shape[0])), w.stride(0) // max(1, w.stride(1)), *a.stride(),
         *w.stride(), *u.stride(), GATHER=gather, A_TMA=a_desc is not None, W_TMA=w_desc is not None,
         APART=len(stacks) == 2, PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2),
@@ -220,7 +220,7 @@ def _slot_sum(y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tenso
     T, N = out.shape
     BLOCK = min(block_of(N), 1024)
     launch(
-        _slot_sum_kernel, (T, triton.cdiv(N, BLOCK)), y, weights, inverse, offsets, out, offsets.shape[0] - 1, N,
+        _slot_sum_kernel, (T, ceil_div(N, BLOCK)), y, weights, inverse, offsets, out, offsets.shape[0] - 1, N,
         out.stride(0), WEIGHTED=weights is not None, TOP_K=top_k, PDL=PDL, BLOCK=BLOCK, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _row_sum(rows: Tensor, weights: Tensor | None, offsets: Tensor, order: Tenso
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     E, N = out.shape
     launch(
-        _row_sum_kernel, (E, triton.cdiv(N, 64)), rows, weights, offsets, order, out, N, top_k, *rows.stride(),
+        _row_sum_kernel, (E, ceil_div(N, 64)), rows, weights, offsets, order, out, N, top_k, *rows.stride(),
         WEIGHTED=weights is not None, PDL=PDL, BLOCK_M=32, BLOCK_N=64, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from moefuse.backends.triton.activation import activate
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, up_biases, up_rows
-from moefuse.backends.triton.launch import PDL, block_of, counters, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import few_tiles
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -188,7 +188,7 @@ def experts_few(
     ids = ids.contiguous()
     first, second = few_tiles(top_k)
     launch(
-        _up_few_kernel, (T * top_k, triton.cdiv(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
+        _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
         activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
         HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages,
@@ -196,7 +196,7 @@ def experts_few(
     )  # fmt: skip
     total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
     launch(
-        _down_few_kernel, (T, triton.cdiv(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
+        _down_few_kernel, (T, ceil_div(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
         contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
         contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
         *down_rows.stride(), eps, W_FORMAT=down_format, HAS_BIAS=down_bias is not None,

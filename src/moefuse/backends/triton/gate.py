@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, counters, launch, launch_dependents, prefetch, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, prefetch, wait
 from moefuse.backends.triton.route import route_row, rule_numbers, rule_options
 from moefuse.types import Routing
 
@@ -160,7 +160,7 @@ def _parts(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> tuple[int, 
         return 1, torch.float32
     bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
     needed = bits[weight.dtype] + (0 if norm_weight is None else bits[norm_weight.dtype])
-    return min(3, triton.cdiv(needed, 8)), torch.bfloat16
+    return min(3, ceil_div(needed, 8)), torch.bfloat16
 
 
 def gate(
@@ -186,7 +186,7 @@ def gate(
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
         PART, BLOCK_H = 2, block_of(H)
         launch(
-            _gate_few_kernel, (T, triton.cdiv(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
+            _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
             counters(x.device), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),
             **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H, num_warps=4 if BLOCK_H <= 4096 else 8,
             launch_pdl=PDL,
@@ -218,13 +218,13 @@ def raw_logits(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
     )  # fmt: skip
     BLOCK_T, PART, BLOCK_H = (32, 64, 128) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card: split the sum over H when tokens and experts alone do not.
-    tiles = max(1, triton.cdiv(T, BLOCK_T) * triton.cdiv(E, PART))
-    stretches = max(1, min(triton.cdiv(H, 2 * BLOCK_H), 264 // tiles))
-    length = triton.cdiv(triton.cdiv(H, stretches), BLOCK_H) * BLOCK_H
-    stretches = triton.cdiv(H, length)
+    tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
+    stretches = max(1, min(ceil_div(H, 2 * BLOCK_H), 264 // tiles))
+    length = ceil_div(ceil_div(H, stretches), BLOCK_H) * BLOCK_H
+    stretches = ceil_div(H, length)
     logits = torch.empty((stretches, T, E), dtype=torch.float32, device=x.device)
     launch(
-        _logits_kernel, (triton.cdiv(T, BLOCK_T), triton.cdiv(E, PART), stretches), x, folded, logits, T, H, E, length,
+        _logits_kernel, (ceil_div(T, BLOCK_T), ceil_div(E, PART), stretches), x, folded, logits, T, H, E, length,
         *x.stride(), PARTS=parts, PDL=PDL, BLOCK_T=BLOCK_T, PART=PART, BLOCK_H=BLOCK_H, num_warps=4, num_stages=4,
         launch_pdl=PDL,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
-from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -293,7 +293,7 @@ def product(
     gated = activation is not None and activation.gated
     strides = (0, 0) if bias is None else bias.stride()
     launch(
-        _grouped_kernel, (most_tiles(S, E, tile.m) * triton.cdiv(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
+        _grouped_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
         u_desc, bias, up_bias, offsets, order, out, z, S, E, N, K, max(1, S // max(1, x.shape[0])),
         w.stride(0) // max(K, 1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
         *z_columns(N, gated, layout), *activation_numbers(activation),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import outer_tile
 
 
@@ -58,7 +58,7 @@ def outer(
     tile = outer_tile(S / E, grad.element_size(), grad.device)
     divisors = (max(1, S // max(1, t.shape[0])) for t in (grad, x))
     launch(
-        _outer_kernel, (E * triton.cdiv(N, tile.m) * triton.cdiv(K, tile.n),), grad, x, offsets, order, out, N, K,
+        _outer_kernel, (E * ceil_div(N, tile.m) * ceil_div(K, tile.n),), grad, x, offsets, order, out, N, K,
         *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad, GATHER_X=gather_x,
         PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m, BLOCK_K=tile.n, num_warps=tile.warps,
         num_stages=2 * tile.stages - 1, launch_pdl=PDL,

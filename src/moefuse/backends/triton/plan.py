@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 
 #: assignments a program places; also the grain of the counts
 _BLOCK_S = 128
@@ -92,7 +92,7 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
         return counts.zero_(), offsets.zero_(), order, inverse
     BLOCK_E = block_of(num_experts + 1)
     BLOCK_S = min(_BLOCK_S, block_of(S))
-    blocks = triton.cdiv(S, BLOCK_S)
+    blocks = ceil_div(S, BLOCK_S)
     table = total = None
     if blocks > 1:
         table = torch.empty((blocks, BLOCK_E), dtype=torch.int32, device=ids.device)

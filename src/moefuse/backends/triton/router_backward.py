@@ -12,7 +12,7 @@ from torch import Tensor
 from moefuse.backends.triton.combine import contiguous
 from moefuse.backends.triton.combine_backward import norm_row_backward, norm_weight_gradient
 from moefuse.backends.triton.gate import raw_logits
-from moefuse.backends.triton.launch import block_of, launch
+from moefuse.backends.triton.launch import block_of, ceil_div, launch
 from moefuse.backends.triton.route import rule_numbers
 from moefuse.types import Routing
 
@@ -157,7 +157,7 @@ def _row_warps(routing: Routing, E: int) -> int:
 
 def _scale_gradient(parts: Tensor, ids: Tensor, per_expert_scale: Tensor) -> Tensor:
     S, E = parts.numel(), per_expert_scale.shape[0]
-    blocks = triton.cdiv(S, _SLOTS)
+    blocks = ceil_div(S, _SLOTS)
     sums = torch.empty((blocks, E), dtype=torch.float32, device=parts.device)
     launch(
         _scale_kernel, (blocks,), parts, ids.contiguous(), sums, S, E, BLOCK=_SLOTS, STEP=16, BLOCK_E=block_of(E),
@@ -306,11 +306,11 @@ def gate_backward(
     )  # fmt: skip
     d_x, d_weight, d_norm = (x.new_empty(0) for _ in range(3))
     if want_weight:
-        stretches = max(1, min(16, triton.cdiv(T, 512)))
-        length = triton.cdiv(triton.cdiv(T, stretches), 32) * 32
+        stretches = max(1, min(16, ceil_div(T, 512)))
+        length = ceil_div(ceil_div(T, stretches), 32) * 32
         sums = torch.empty((stretches, E, H), **f32)
         launch(
-            _router_kernel, (triton.cdiv(E, 32), triton.cdiv(H, 64), stretches), d_logits, x, inverse_rms, norm, sums,
+            _router_kernel, (ceil_div(E, 32), ceil_div(H, 64), stretches), d_logits, x, inverse_rms, norm, sums,
             T, H, E, length, *x.stride(), HAS_NORM=norm is not None, BLOCK_T=32, BLOCK_E=32, BLOCK_H=64, num_warps=4,
         )  # fmt: skip
         d_weight = sums.sum(0).to(weight.dtype)
@@ -318,7 +318,7 @@ def gate_backward(
         d = torch.empty((T, H), dtype=x.dtype if norm is None else torch.float32, device=x.device)
         strides = (0, 0) if d_normed is None else d_normed.stride()
         launch(
-            _input_kernel, (triton.cdiv(T, 32), triton.cdiv(H, 64)), d_logits, weight, d_normed, d, T, H, E,
+            _input_kernel, (ceil_div(T, 32), ceil_div(H, 64)), d_logits, weight, d_normed, d, T, H, E,
             *weight.stride(), *strides, HAS_NORMED=d_normed is not None, BLOCK_T=32, BLOCK_E=32, BLOCK_H=64,
             num_warps=4,
         )  # fmt: skip
