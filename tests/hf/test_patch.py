@@ -196,7 +196,10 @@ def test_pickles_and_copies() -> None:
             clone.model.layers[0].mlp.experts.down_proj.zero_()
         assert not torch.equal(clone(input_ids=x).logits, want), "the copy runs on its own weights"
         assert torch.equal(model(input_ids=x).logits, want)
-    torch.save(model.state_dict(), io.BytesIO())
+        stored = io.BytesIO()
+        torch.save(model, stored)
+        stored.seek(0)
+        assert torch.equal(torch.load(stored, weights_only=False)(input_ids=x).logits, want)
 
 
 def test_bfloat16_block_is_as_near_to_the_truth_as_stock() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import types
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -89,7 +89,7 @@ def patch(model: nn.Module) -> PatchReport:
             continue
         rules.append(fused.rule)
         block._moefuse = fused
-        block.forward = types.MethodType(_forward, block)
+        block.forward = functools.partial(_forward, block)  # a bound method would not pickle
         patched.append(block_path)
     if patched or left_alone:
         _use_our_experts(model)
