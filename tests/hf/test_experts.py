@@ -156,6 +156,15 @@ def test_an_unknown_gate_runs_between_our_products() -> None:
     assert torch.equal(dropped, torch.zeros_like(x)), "a gate that maps 0 to 0.25 must not leak through sentinels"
 
 
+def test_a_norm_after_the_experts_does_not_leak_through_sentinels() -> None:
+    module = make()
+    module.has_post_expert_norm, module.post_expert_norm = True, nn.LayerNorm(H)
+    nn.init.ones_(module.post_expert_norm.bias)
+    x, ids, weights = inputs(5)
+    assert torch.equal(ours(module, x, torch.full_like(ids, E), weights), torch.zeros_like(x))
+    assert float(ours(module, x, ids, weights).abs().min(-1).values.max()) > 0
+
+
 def test_a_learned_activation_is_not_guessed() -> None:
     module = make()
     module.act_fn = nn.PReLU()
