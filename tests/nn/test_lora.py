@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moefuse import Routing
+from moefuse import Routing, quantize
 from moefuse.nn import MoE, add_lora, merge_lora
+from moefuse.testing.cases import formats_of
 from moefuse.testing.compare import difference
 
 
@@ -85,3 +86,42 @@ def test_adapters_alone_are_saved_and_loaded() -> None:
     assert other.lora is not None
     other.lora.load_state_dict(made.lora.state_dict())
     assert torch.equal(other.lora.down_b, made.lora.down_b)
+
+
+def in_blocks(made: MoE, formats: dict[str, str]) -> None:
+    """The module's experts in blocks, as `MoE.from_gguf` would leave them."""
+    for name, format in formats.items():
+        stack = quantize(getattr(made, name).detach(), format).exactly()
+        delattr(made, name)
+        made.register_buffer(name, stack.blocks)
+        made.specs[name] = stack.spec
+
+
+def test_adapters_beside_experts_in_blocks(target: tuple[str, str]) -> None:
+    """Adapters learn through frozen blocks: results and gradients of a twin with the same numbers, in float64."""
+    backend, device = target
+    if not {"Q8_0", "Q4_0"}.issubset(formats_of(backend)):
+        pytest.skip(f"{backend} leaves these formats to the reference")
+    made, twin = (MoE(64, 32, 4, Routing(top_k=2)) for _ in range(2))
+    in_blocks(made, {"gate_up": "Q8_0", "down": "Q4_0"})
+    with torch.no_grad():
+        twin.router.copy_(made.router)
+        twin.gate_up.copy_(made.stack("gate_up").dequantize())
+        twin.down.copy_(made.stack("down").dequantize())
+    for block in (made, twin):
+        add_lora(block, rank=3)
+    with torch.no_grad():
+        made.lora.gate_up_b.normal_(std=0.5)
+        made.lora.down_b.normal_(std=0.5)
+    twin.lora.load_state_dict(made.lora.state_dict())
+    twin.double()
+    x, direction = torch.randn(20, 64), torch.randn(20, 64)
+    want = twin(x.double(), backend="reference")
+    (want * direction.double()).sum().backward()
+    got = made.to(device)(x.to(device), backend=backend)
+    (got * direction.to(device)).sum().backward()
+    assert difference(got, want.detach()).worst < 1e-5
+    for name, p in made.lora.named_parameters():
+        assert difference(p.grad, twin.lora.get_parameter(name).grad, whole=True).worst < 1e-5
+    with pytest.raises(ValueError, match="experts in blocks cannot take a delta"):
+        merge_lora(made)
