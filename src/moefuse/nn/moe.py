@@ -136,8 +136,8 @@ class MoE(nn.Module):
     def from_hf(cls, block: nn.Module) -> MoE:
         """The module that computes what a Hugging Face block does, sharing its parameters.
 
-        Takes the blocks that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated. Stacks that
-        Hugging Face keeps transposed (gpt-oss) are laid anew, once.
+        Takes the blocks that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
+        Stacks that Hugging Face keeps transposed (gpt-oss) are laid anew, once.
         """
         from moefuse.nn.from_hf import read_block
 
