@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sysconfig
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -110,10 +111,68 @@ def held_out_loss(model: LanguageModel, text: Tensor, length: int, device: str, 
     return float(loss)
 
 
-def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> None:
+@dataclass(frozen=True)
+class Options:
+    steps: int
+    batch_size: int
+    length: int
+    rate: float
+    seed: int
+    device: str
+
+
+@dataclass
+class Curve:
+    """One training run."""
+
+    losses: list[float]
+    held_out: list[tuple[int, float]]
+    stats: dict[str, RoutingStats]
+    seconds: float
+
+
+def fit(model: LanguageModel, corpus: Tensor, options: Options, backend: str | None) -> Curve:
+    """Train ``model`` in place."""
+    cut, device, steps = len(corpus) * 9 // 10, options.device, options.steps
+    stats = RoutingStats.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    warmup = min(50, steps // 4 + 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warmup, 0.5 * (1 + math.cos(math.pi * i / steps)))
+    )
+    rng = torch.Generator().manual_seed(options.seed)
+
+    def held_out(step: int) -> tuple[int, float]:
+        return step, held_out_loss(model, corpus[cut:], options.length, device, backend)
+
+    curve = Curve([], [held_out(0)], stats, 0.0)
+    began = time.perf_counter()
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]:.3f} nats"))
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task("", total=steps, loss=curve.held_out[0][1])
+        for step in range(1, steps + 1):
+            inputs, targets = (t.to(device) for t in batch(corpus[:cut], options.batch_size, options.length, rng))
+            loss = F.cross_entropy(model(inputs, backend).flatten(0, 1).float(), targets.flatten())
+            (loss + auxiliary_loss(model)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
+            curve.losses.append(loss.item())
+            if step % 50 == 0 or step == steps:
+                curve.held_out.append(held_out(step))
+            progress.update(task, advance=1, loss=curve.losses[-1])
+    curve.seconds = time.perf_counter() - began
+    return curve
+
+
+def draw(curves: dict[str, Curve], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(losses, color="#9db4c0", linewidth=0.8, label="batch")
-    axes.plot(*zip(*held_out, strict=True), color="#1f4e5f", marker="o", markersize=3, label="held out")
+    styles = (("#9db4c0", "#1f4e5f", "-"), ("#e3b7a0", "#b3541e", "--"))
+    for (name, curve), (pale, strong, line) in zip(curves.items(), styles, strict=False):
+        axes.plot(curve.losses, color=pale, linewidth=0.8, linestyle=line, label=f"batch, {name}")
+        held_out = zip(*curve.held_out, strict=True)
+        axes.plot(*held_out, color=strong, linestyle=line, marker="o", markersize=3, label=f"held out, {name}")
     axes.set(xlabel="step", ylabel="nats per byte", title="Language model with experts, trained from scratch")
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -133,48 +192,28 @@ def train(
     seed: int = 0,
     device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu")] = None,
     backend: Annotated[str | None, typer.Option(help="cpu, triton, reference, ...")] = None,
+    against: Annotated[str | None, typer.Option(help="train again with this backend, and draw both")] = None,
     plot: Annotated[Path, typer.Option(help="where the picture goes")] = Path("loss.png"),
 ) -> None:
     """Train, print held-out loss and expert load, and draw the loss."""
-    torch.manual_seed(seed)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(steps, batch_size, length, rate, seed, device)
     corpus = read_text(text)
-    cut = len(corpus) * 9 // 10
-    model = LanguageModel(hidden, layers, experts, top_k).to(device)
-    stats = RoutingStats.attach(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    warmup = min(50, steps // 4 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warmup, 0.5 * (1 + math.cos(math.pi * i / steps)))
-    )
-    rng = torch.Generator().manual_seed(seed)
-    total = sum(p.numel() for p in model.parameters())
-    print(f"{total / 1e6:.1f} million parameters, {experts} experts, top {top_k}, on {device}; {len(corpus):,} bytes")
-
-    losses: list[float] = []
-    held_out = [(0, held_out_loss(model, corpus[cut:], length, device, backend))]
-    began = time.perf_counter()
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]:.3f} nats"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        task = progress.add_task("", total=steps, loss=held_out[0][1])
-        for step in range(1, steps + 1):
-            inputs, targets = (t.to(device) for t in batch(corpus[:cut], batch_size, length, rng))
-            loss = F.cross_entropy(model(inputs, backend).flatten(0, 1).float(), targets.flatten())
-            (loss + auxiliary_loss(model)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
-            losses.append(loss.item())
-            if step % 50 == 0 or step == steps:
-                held_out.append((step, held_out_loss(model, corpus[cut:], length, device, backend)))
-            progress.update(task, advance=1, loss=losses[-1])
-    seconds = time.perf_counter() - began
-    print(f"held out: {held_out[0][1]:.3f} -> {held_out[-1][1]:.3f} nats per byte in {seconds:.0f} s, ", end="")
-    print(f"{steps * batch_size * length / seconds:,.0f} bytes per second")
-    for name, recorded in stats.items():
-        print(f"{name}: imbalance {recorded.imbalance:.2f}, entropy {recorded.entropy:.2f}")
-    draw(losses, held_out, plot)
+    curves = {}
+    for name in (backend, against) if against else (backend,):
+        torch.manual_seed(seed)
+        model = LanguageModel(hidden, layers, experts, top_k).to(device)
+        total = sum(p.numel() for p in model.parameters())
+        print(
+            f"{total / 1e6:.1f} million parameters, {experts} experts, top {top_k}, on {device}; {len(corpus):,} bytes"
+        )
+        curve = curves[name or "moefuse"] = fit(model, corpus, options, name)
+        first, last = curve.held_out[0][1], curve.held_out[-1][1]
+        print(f"held out: {first:.3f} -> {last:.3f} nats per byte in {curve.seconds:.0f} s, ", end="")
+        print(f"{steps * batch_size * length / curve.seconds:,.0f} bytes per second")
+        for block, recorded in curve.stats.items():
+            print(f"{block}: imbalance {recorded.imbalance:.2f}, entropy {recorded.entropy:.2f}")
+    draw(curves, plot)
     print(f"loss picture: {plot}")
 
 
