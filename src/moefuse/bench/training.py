@@ -31,7 +31,7 @@ def ours(layer: Layer, dtype: torch.dtype, backend: str | None) -> Contestant:
     def step(slot: Slot) -> Gradients:
         own = slot.layer
         with torch.enable_grad():
-            leaves = _leaves(slot.normed, slot.weights, own.gate_up, own.down)
+            leaves = _leaves(slot.normed, slot.weights, *_stacks(own))
             x, weights, gate_up, down = leaves
             out = moefuse.experts(x, slot.ids, weights, gate_up, down, backend=backend, **own.expert_options)
             return torch.autograd.grad(out, leaves, _seed(slot))  # type: ignore[return-value]  # one per leaf
@@ -55,7 +55,14 @@ def theirs(peer: Peer, layers: list[Layer], dtype: torch.dtype) -> Contestant:
         first, second = (grad.transpose(1, 2) if turn else grad for grad in grads)
         return d_x, d_weights, first, second
 
-    return Contestant(peer.name, TRAINING, step, _error, check.peer_tolerance(dtype), peer.graph_refusal)
+    return Contestant(peer.name, TRAINING, step, _error, check.peer_tolerance(layers[0], dtype), peer.graph_refusal)
+
+
+def _stacks(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Both stacks in numbers: blocks have no gradient, and the command line refuses them here."""
+    assert isinstance(layer.gate_up, Tensor)
+    assert isinstance(layer.down, Tensor)
+    return layer.gate_up, layer.down
 
 
 def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -69,7 +76,7 @@ def _seed(slot: Slot) -> Tensor:
 
 def _tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     if dtype != torch.float32:
-        return check.peer_tolerance(dtype)
+        return check.peer_tolerance(layer, dtype)
     growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))
     return Tolerance(1e-5 * growth, 1e-5 * growth, "f32 accumulation, chained products, grown with the sums")
 
@@ -90,7 +97,7 @@ def _error(got: Gradients, slot: Slot) -> Difference:
     rows = (slot.ids == expert).any(-1).nonzero().squeeze(1)
     share = torch.where(slot.ids == expert, slot.weights, 0).sum(-1, keepdim=True)[rows]
     own = slot.layer
-    gate_up, down = _leaves(*(stack[expert : expert + 1].cpu().double() for stack in (own.gate_up, own.down)))
+    gate_up, down = _leaves(*(stack[expert : expert + 1].cpu().double() for stack in _stacks(own)))
     options: dict[str, Any] = {
         name: value[expert : expert + 1].cpu().double() if isinstance(value, Tensor) else value
         for name, value in own.expert_options.items()

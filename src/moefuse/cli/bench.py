@@ -74,6 +74,8 @@ def bench(
     _refuse_output(json, plot, case)
     if training and plot is not None:
         _stop("--plot", "it draws the forward alone; leave out --training")
+    if training and weights is not None:
+        _stop("--weights", "experts in blocks are frozen; leave out --training")
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     capped = config.cap_onednn() if options.device.type == "cpu" else None
     busy = machine.busy()

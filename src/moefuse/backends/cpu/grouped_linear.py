@@ -20,8 +20,10 @@ def grouped_linear(
     scatter: bool,
 ) -> Tensor:
     # The mirror image of a dense stack, as a backward pass asks for it, is read as it lies.
-    mirrored = isinstance(weight, Tensor) and weight.stride(-1) != 1 and weight.stride(-2) == 1
-    weight = weight.transpose(1, 2) if mirrored else rows_dense(weight)
+    mirrored = False
+    if isinstance(weight, Tensor) and weight.stride(-1) != 1 and weight.stride(-2) == 1:
+        mirrored, weight = True, weight.transpose(1, 2)
+    weight = rows_dense(weight)
     x, bias, offsets, order = dense(x), dense(bias), dense(offsets), dense(order)
     (E, N), K = weight.shape[:2], x.shape[1]
     N = weight.shape[2] if mirrored else N

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse.backends.triton.activation import activation_numbers, slopes
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.grouped_linear import (
+    Rows,
     described,
     find_tile,
     most_tiles,
@@ -304,9 +305,9 @@ def experts_saving(
         summed = torch.empty((x.shape[0], H), dtype=torch.float32, device=x.device)
     weights = weights.contiguous()
     for first in range(0, H, width):
-        part = down[:, first : first + width]
+        part = Rows(down[:, first : first + width])
         bias = None if down_bias is None else down_bias[:, first : first + width]
-        y = torch.empty((S, part.shape[1]), dtype=x.dtype, device=x.device)
+        y = torch.empty((S, part.data.shape[1]), dtype=x.dtype, device=x.device)
         product(
             hidden, (part, part), (bias, None), offsets, order, gather=False, scatter=False, fill=False,
             activation=None, out=y, tile=tile,
