@@ -34,7 +34,7 @@ def named(found: list) -> list:
     return [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case, dtype in found]
 
 
-EACH = [(case, dtype) for case in cases.CASES for dtype in case.dtypes]
+EACH = [(case, dtype) for case in cases.CASES for dtype in cases.dtypes_of(case, BACKEND)]
 
 
 def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
@@ -48,7 +48,7 @@ def test_case(case, dtype, rng) -> None:
 
 
 def of(op: str) -> list:
-    return named([(case, torch.float32) for case in cases.CASES if case.op == op])
+    return named([(case, dtype) for case, dtype in EACH if case.op == op and dtype == torch.float32])
 
 
 @pytest.mark.parametrize(("case", "dtype"), of("experts"))
@@ -264,6 +264,14 @@ def test_defect_10_stacks_over_four_gigabytes(rng) -> None:
     close(y, want, Tolerance(1e-3, 1e-3, "rounded to float16 once"))
 
 
+def test_defect_11_a_plan_takes_memory_for_assignments_and_experts_alone(rng) -> None:
+    """Not one row of all assignments for each expert."""
+    E, T, top_k = 1000, 50, 8
+    plan = moefuse.plan(torch.randint(0, E, (T, top_k), generator=rng).to(DEVICE), E, backend=BACKEND)
+    held = (plan.counts, plan.offsets, plan.order, plan.inverse)
+    assert sum(t.untyped_storage().nbytes() // 4 for t in held) <= 2 * T * top_k + 2 * E + 1
+
+
 @pytest.mark.parametrize("E", [40, 100, 1000])
 def test_defect_12_ties_go_to_the_lowest_id(E) -> None:
     logits = torch.zeros(2, E, device=DEVICE)
@@ -272,6 +280,21 @@ def test_defect_12_ties_go_to_the_lowest_id(E) -> None:
     _, ids = routed(logits, Routing(10))
     assert ids[0].tolist() == list(range(10))
     assert ids[1].tolist() == [7, 33, E - 1, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_defect_15_sizes_are_checked_before_a_kernel_runs(rng) -> None:
+    """The seeds left a residual's length and a stack's true size unchecked, and read past the last row of a tail."""
+    made = cases.Inputs(rng, torch.float32)
+    x, ids, weights = made.normal(3, 40).to(DEVICE), made.ids(3, 2, 5).to(DEVICE), made.shares(3, 2).to(DEVICE)
+    stacks = made.weight(5, 2 * 37, 40).to(DEVICE), made.weight(5, 40, 37).to(DEVICE)
+
+    def mistakes() -> None:
+        with pytest.raises(ValueError, match="residual"):
+            moefuse.experts(x, ids, weights, *stacks, residual=x[:2], backend=BACKEND)
+        with pytest.raises(ValueError, match="gate_up"):
+            moefuse.experts(x, ids, weights, stacks[0][:4], stacks[1], backend=BACKEND)
+
+    assert not counted(mistakes)
 
 
 @pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
@@ -416,3 +439,15 @@ def test_structures_hold_numbers_of_one_kind() -> None:
     for structure in structures:
         kinds = {line.split()[0] for line in structure.splitlines()[1:] if line.strip()}
         assert kinds <= {"long"} or kinds <= {"float"} or "simdgroup_float8x8" in kinds, structure
+
+
+def test_rows_longer_than_a_stretch(rng) -> None:
+    """K past the 128 that are summed in one go: the tile's scratch is then used again and again."""
+    made = cases.Inputs(rng, torch.float32)
+    plan = moefuse.plan(made.ids(40, 2, 3).to(DEVICE), 3, backend=BACKEND)
+    x, weight = made.normal(40, 1100), made.weight(3, 70, 1100)
+    options = {"gather": True, "scatter": True}
+    got = moefuse.grouped_linear(x.to(DEVICE), weight.to(DEVICE), plan, **options, backend=BACKEND)
+    host = cases.map_tensors(plan, lambda t: t.cpu())
+    want = moefuse.grouped_linear(x.double(), weight.double(), host, **options, backend="reference")
+    assert difference(got, want).within(F32)

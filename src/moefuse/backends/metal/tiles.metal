@@ -7,7 +7,7 @@
 #define THREADS 128
 #define TOTALS 16 // BLOCK_M * BLOCK_N / THREADS
 // How much of K is summed in one go: a running sum over thousands of terms would drift past float32's 1e-6.
-#define STRETCH 512
+#define STRETCH 128
 
 // a [BLOCK_M, BLOCK_K] and b [BLOCK_K, BLOCK_N], row by row in threadgroup memory.
 struct Accumulators {
