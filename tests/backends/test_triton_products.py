@@ -27,7 +27,7 @@ def stacks(layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("height", [32, 128])
 def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str, str]) -> None:
     """Heights of 128 take the half-height last tile too; N is no multiple of the tile."""
-    from moefuse.backends.triton.grouped_linear import product
+    from moefuse.backends.triton.grouped_linear import Rows, product
     from moefuse.backends.triton.tiles import Tile
     from moefuse.ops.activation import glu_reference
     from moefuse.ops.grouped_linear import grouped_linear_reference
@@ -41,12 +41,12 @@ def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str,
     _, offsets, order, _ = plan_reference(ids, E)
     rows = {"offsets": offsets, "order": order, "scatter": False, "fill": False, "tile": tile}
     hidden = torch.full((T * TOP_K, I), torch.nan, device=target[1])
-    product(x, (gate, up), (None, None), gather=True, activation=silu, out=hidden, **rows)
+    product(x, (Rows(gate), Rows(up)), (None, None), gather=True, activation=silu, out=hidden, **rows)
     wide = [grouped_linear_reference(x.double(), w.double(), None, offsets, order, True, False) for w in (gate, up)]
     assert difference(hidden, glu_reference(*wide, silu, "halves")).worst < 2e-6
 
     down, packed = torch.randn(E, 48, H, device=target[1]), torch.randn(T * TOP_K, H, device=target[1])
     out = torch.full((T * TOP_K, 48), torch.nan, device=target[1])
-    product(packed, (down, down), (None, None), gather=False, activation=None, out=out, **rows)
+    product(packed, (Rows(down), Rows(down)), (None, None), gather=False, activation=None, out=out, **rows)
     want = grouped_linear_reference(packed.double(), down.double(), None, offsets, order, False, False)
     assert difference(out, want).worst < 2e-6

@@ -111,7 +111,7 @@ def sources() -> list[str]:
         patch.setattr(launch, "EMULATED", True)
         select.forget()
         for case in cases.CASES:
-            for dtype in case.dtypes:
+            for dtype in cases.dtypes_of(case, "metal"):
                 cases.run(case, dtype, "metal", "cpu", 0)
     select.forget()
     return list(dict.fromkeys(found))
