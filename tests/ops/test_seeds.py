@@ -335,7 +335,8 @@ def test_moe_swiglu_seq_backward(target, rng, T, top_k, I):
     leaf = gate_up.to(target[1]).requires_grad_()
     with poisoned():
         got = torch.autograd.grad(moefuse.glu(leaf, "gelu_tanh", backend=target[0]), leaf, d_out.to(target[1]))[0]
-    assert_close(got.cpu(), torch.cat((d_gate, d_up), -1), F32, whole=True)
+    # 1 - tanh(s)**2 cancels in the tail of the slope: an f32 tanh leaves 1e-6 of it there.
+    assert_close(got.cpu(), torch.cat((d_gate, d_up), -1), oracle.GRADIENT, whole=True)
 
 
 def weighted_sum_gradients(target, y, weights, d_out):
