@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse import experts, gate
+from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation, restore_order, stacks_of
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
@@ -183,7 +184,8 @@ def _may_fuse(block: Any, fused: _Fused, hidden_states: Tensor) -> bool:
     """Nothing looks at the block's parts, and they are still what was understood."""
     if block.training and not fused.rule.same_in_training:
         return False
-    if hidden_states.dtype != block.experts.down_proj.dtype or hidden_states.dtype == torch.float64:
+    fits = isinstance(block.experts, BlockExperts) or hidden_states.dtype == block.experts.down_proj.dtype
+    if not fits or hidden_states.dtype == torch.float64:
         return False
     return not _recording_routers() and all(_is_bare(*part) for part in fused.parts)
 
