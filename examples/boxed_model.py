@@ -7,7 +7,8 @@ r-cran-janeaustenr (Jane Austen's six novels, 1811 to 1818):
     Rscript -e 'writeLines(janeaustenr::austen_books()$text)' > austen.txt
     python examples/boxed_model.py train kjv.txt austen.txt --out box       # two minutes on an H200
     python examples/boxed_model.py export box box/box.gguf
-    python examples/boxed_model.py perplexity box/box.gguf box/held_out.txt
+    python examples/boxed_model.py draw box loss.png
+    python examples/boxed_model.py perplexity box/box.gguf --text box/held_out.txt
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import moefuse.hf
 from moefuse import config, quantize
-from moefuse.nn import MoE, load_balancing_loss, router_z_loss
+from moefuse.nn import load_balancing_loss, router_z_loss
 from moefuse.quant import gguf
 
 END_OF_TEXT = "<|endoftext|>"
@@ -72,6 +73,8 @@ def split(text: str, piece: int = 10_000) -> dict[str, str]:
         if sum(map(len, pieces[-1])) >= piece:
             pieces.append([])
         pieces[-1].append(line)
+    if len(pieces) < 40:
+        raise typer.BadParameter(f"a text must have at least {40 * piece:,} characters, got {len(text):,}")
     names = ("held_out", "validation")
     parts: dict[str, list[str]] = {"training": [], "validation": [], "held_out": []}
     for i, lines in enumerate(pieces):
@@ -97,7 +100,7 @@ def train_tokenizer(text: str, size: int) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, return_attention_mask=False).input_ids)
+    return torch.tensor(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
 
 
 def windows(tokens: Tensor, length: int) -> Tensor:
@@ -173,7 +176,7 @@ class Curve:
 
 
 class Masters:
-    """float32 copies of the weights, which the optimiser moves; the model computes with them rounded to its own type."""
+    """float32 copies of the weights, which the optimiser moves; the model computes with them rounded."""
 
     def __init__(self, model: nn.Module, rate: float, decay: float) -> None:
         self.rate, self.weights = rate, list(model.parameters())
@@ -244,26 +247,34 @@ def fit(model: Any, tokens: Tensor, validation: Tensor, recipe: Recipe) -> Curve
     return curve
 
 
-def draw(curve: Curve, held_out: float, path: Path) -> None:
+@app.command()
+def draw(
+    folder: Annotated[Path, typer.Argument(help="what train wrote", exists=True, file_okay=False)],
+    picture: Annotated[Path, typer.Argument(help="the .png to write")],
+) -> None:
+    """Draw the losses of a training run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    run = json.loads((folder / "losses.json").read_text())
+    losses, validation, held_out = run["losses"], run["validation"], run["held_out"]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(curve.losses) + 1), curve.losses, color="#9db4c0", linewidth=0.8, label="batch, with dropout")
-    axes.plot(*zip(*curve.validation, strict=True), color="#1f4e5f", marker="o", markersize=3, label="validation")
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="#9db4c0", linewidth=0.8, label="batch, with dropout")
+    axes.plot(*zip(*validation, strict=True), color="#1f4e5f", marker="o", markersize=3, label="validation")
     axes.axhline(held_out, color="#b3541e", linestyle="--", linewidth=1, label=f"held out, in the end: {held_out:.3f}")
     axes.set(xlabel="step", ylabel="nats per token", title="The model in the box")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(picture, dpi=150)
     pyplot.close(figure)
 
 
 @app.command()
 def train(
     texts: Annotated[list[Path], typer.Argument(help="text files", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="folder for model, tokenizer, held-out text, losses and picture")],
+    out: Annotated[Path, typer.Option(help="folder for model, tokenizer, held-out text and losses")],
     steps: Annotated[int, typer.Option(min=1)] = 3000,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     length: Annotated[int, typer.Option(min=2, help="tokens per window")] = 512,
@@ -304,7 +315,6 @@ def train(
     (out / "held_out.txt").write_text(joined["held_out"])
     found = {"recipe": asdict(recipe), "best": best, "held_out": held_out, **asdict(curve)}
     (out / "losses.json").write_text(json.dumps(found))
-    draw(curve, held_out, out / "loss.png")
 
 
 #: end of a tensor's name in GGUF -> in transformers
@@ -395,49 +405,22 @@ def export(
     print(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
 
 
-class Block(nn.Module):
-    """A layer's experts from a GGUF file, in a transformers model."""
-
-    def __init__(self, experts: MoE, backend: str) -> None:
-        super().__init__()
-        self.experts, self.backend = experts, backend
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, backend=self.backend)
-
-
 @app.command()
 def perplexity(
-    file: Annotated[Path, typer.Argument(help="a GGUF file that export wrote", exists=True, dir_okay=False)],
-    text: Annotated[Path, typer.Argument(help="the text", exists=True, dir_okay=False)],
-    backend: Annotated[str, typer.Option(help="reference, cpu or triton")] = "reference",
-    rounded: Annotated[bool, typer.Option(help="let the backend round activations to 8 bits, as it does by default")] = False,
+    files: Annotated[list[Path], typer.Argument(help="GGUF files that export wrote", exists=True, dir_okay=False)],
+    text: Annotated[Path, typer.Option(help="the text", exists=True, dir_okay=False)],
+    rounded: Annotated[bool, typer.Option(help="let the backend round activations to 8 bits, its default")] = False,
     length: Annotated[int, typer.Option(min=2, help="tokens per window")] = 512,
-    device: Annotated[str | None, typer.Option(help="cuda for triton, else cpu")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu")] = None,
 ) -> None:
-    """Perplexity per token in float32, experts in the file's blocks."""
-    device = device or ("cuda" if backend == "triton" else "cpu")
-    model, tokenizer = load_stock(file)
-    opened = gguf.read(file)
-    for i, layer in enumerate(model.model.layers):
-        layer.mlp = Block(MoE.from_gguf(opened, i, exact=not rounded), backend).float()
-    cut = windows(encode(tokenizer, text.read_text()), length).to(device)
-    found = math.exp(mean_loss(model.to(device).eval(), cut))
-    print(f"{file.name} {backend}{' rounded' if rounded else ''}: {found:.4f} over {cut[:, 1:].numel():,} tokens")
-
-
-def load_stock(file: Path) -> tuple[Any, Any]:
-    """Model and tokenizer by transformers' own GGUF loader, in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    # Its map of metadata lacks the width of an expert.
-    width = gguf.read(file).metadata["qwen3moe.expert_feed_forward_length"]
-    where: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.float32, moe_intermediate_size=width, **where
-    )
-    return model, tokenizer
+    """Perplexity per token in float32, experts in the file's blocks; MOEFUSE_BACKEND chooses the backend."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for file in files:
+        model, tokenizer = moefuse.hf.from_gguf(file, dtype=torch.float32, device=device, exact=not rounded)
+        moefuse.hf.patch(model)
+        cut = windows(encode(tokenizer, text.read_text()), length).to(device)
+        how = f"{device}, backend {config.backend() or 'default'}{', activations rounded' if rounded else ''}"
+        print(f"{file.stem} on {how}: {math.exp(mean_loss(model, cut)):.4f} over {cut[:, 1:].numel():,} tokens")
 
 
 if __name__ == "__main__":
