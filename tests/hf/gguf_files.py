@@ -509,11 +509,16 @@ def stored(kind: Kind, name: str, value: Tensor) -> Tensor | QuantTensor:
 
 
 @torch.no_grad()
-def make(kind: Kind, path: Path, **keys: Any) -> PreTrainedModel:
-    """Write a file of a fresh model, and return the model with the numbers that the file holds."""
+def make(kind: Kind, path: Path, mute: list[int] | None = None) -> PreTrainedModel:
+    """Write a file of a fresh model, and return the model with the numbers that the file holds.
+
+    Tokens in ``mute`` get logits of zero, which are never the largest.
+    """
     model = kind.tiny()
+    if mute is not None:
+        model.lm_head.weight[mute] = 0
     metadata = {"general.architecture": kind.architecture} | tokenizer_keys()
-    metadata |= {f"{kind.architecture}.{key}": value for key, value in (kind.keys(model.config) | keys).items()}
+    metadata |= {f"{kind.architecture}.{key}": value for key, value in kind.keys(model.config).items()}
     tensors = {name: stored(kind, name, value) for name, value in numbers_of(kind, model).items()}
     write(path, metadata, tensors)
     # Where each element went is found by sending the elements' numbers the same way.
