@@ -126,7 +126,13 @@ def _fill(
         used.update(names)
         bar.advance(task, sum(file.infos[name].nbytes for name in names))
 
-    for path, stock in list(on_interface(model)):
+    found = list(on_interface(model))
+    if not found:
+        raise ValueError(
+            f"from_gguf: the experts of {type(model).__name__} must be on transformers' experts interface, and in the "
+            "release that is installed they are not: pip install -U transformers"
+        )
+    for path, stock in found:
         layer = int(re.findall(r"\.layers\.(\d+)\.", path)[0])
         model.set_submodule(path, _experts_of(file, layer, stock, dtype, exact))
         note(*(name for name in file if re.fullmatch(rf"blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\..*", name)
