@@ -74,7 +74,9 @@ def split(text: str, piece: int = 10_000) -> dict[str, str]:
             pieces.append([])
         pieces[-1].append(line)
     if len(pieces) < 40:
-        raise typer.BadParameter(f"a text must have at least {40 * piece:,} characters, got {len(text):,}")
+        raise typer.BadParameter(
+            f"a text must have paragraphs of at least {40 * piece:,} characters in all, got {len(text):,}"
+        )
     names = ("held_out", "validation")
     parts: dict[str, list[str]] = {"training": [], "validation": [], "held_out": []}
     for i, lines in enumerate(pieces):
