@@ -141,6 +141,40 @@ class BlockRule:
         return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
 
 
+def structure_of(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for two blocks that differ in the numbers of their tensors only: what one computes, the other does.
+
+    An attribute that is neither a plain value nor shared by the two sets them apart, and so does a layer's own number.
+    """
+    return tuple((path, type(module), *_structure(path, module)) for path, module in block.named_modules())
+
+
+_NO_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _structure(path: str, module: Any) -> tuple[Any, ...]:
+    own = {name: value for name, value in vars(module).items() if name not in _NO_STRUCTURE}
+    if path == "experts":  # of which a block knows the sizes, not the weights
+        numbers = tuple((name, value) for name, value in own.items() if isinstance(value, (int, float)))
+        stack = getattr(module, "down_proj", None)
+        return numbers, stack.shape[
+            : 3 if getattr(module, "is_transposed", False) else 2
+        ] if stack is not None else None
+    tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return (
+        tuple((name, value.shape, value.dtype) for name, value in tensors),
+        tuple((name, _plain(value)) for name, value in own.items()),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (int, float, str, type, type(None))):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_plain, value))
+    return id(value)
+
+
 # Small biases decide between near scores; large ones push keys below zero, where a rule that fills with 0 shows.
 _BIAS_SIZES = (0.1, 1.0, 1.0)
 
