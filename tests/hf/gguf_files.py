@@ -408,7 +408,8 @@ KINDS: dict[str, Kind] = {
     ),
     "olmoe": Kind(
         "olmoe", "Olmoe", {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
-        lambda config: common_keys(config) | {"expert_count": 8, "feed_forward_length": 64}, plain_layer, _Q8,
+        lambda config: common_keys(config) | {"expert_count": 8, "feed_forward_length": 64}, plain_layer,
+        _Q8 | {"ffn_up_exps": "F16"},
     ),
     "granitemoe": Kind(
         "granitemoe", "GraniteMoe",

@@ -198,8 +198,9 @@ def _may_fuse(block: Any, fused: _Fused, hidden_states: Tensor) -> bool:
     """Nothing looks at the block's parts, and they are still what was understood."""
     if block.training and not fused.rule.same_in_training:
         return False
-    fits = isinstance(block.experts, BlockExperts) or hidden_states.dtype == block.experts.down_proj.dtype
-    if not fits or hidden_states.dtype == torch.float64:
+    module, dtype = block.experts, hidden_states.dtype
+    fits = module.takes(dtype) if isinstance(module, BlockExperts) else dtype == module.down_proj.dtype
+    if not fits or dtype == torch.float64:
         return False
     return not _recording_routers() and all(_is_bare(*part) for part in fused.parts)
 

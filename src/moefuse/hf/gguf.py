@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from torch import Tensor, nn
 
-from moefuse.hf.block_experts import BlockExperts
+from moefuse.hf.block_experts import BlockExperts, refuse_to_save
 from moefuse.hf.experts import known_activation
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys
 from moefuse.hf.gguf_tokenizer import read_tokenizer
@@ -55,6 +55,7 @@ def from_gguf(
     model = _empty(architecture.config(keys), target, file)
     with _bar(file, progress) as bar:
         _fill(model, file, architecture, keys, target, exact, bar)
+    model.save_pretrained = refuse_to_save
     return model.to(device).eval(), tokenizer
 
 

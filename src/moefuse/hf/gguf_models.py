@@ -20,6 +20,13 @@ from moefuse.quant.gguf import GGUFFile
 from moefuse.types import Routing
 
 _NEEDED = object()
+#: tokens that end an answer, which a file need not name
+_ENDS = frozenset(
+    (
+        "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>",
+        "<|return|>", "<|call|>",
+    )
+)  # fmt: skip
 
 
 class Keys:
@@ -117,6 +124,7 @@ def _rope(keys: Keys) -> dict[str, Any]:
 
 def _common(keys: Keys) -> dict[str, Any]:
     ends = [keys.token(name) for name in ("eos", "eot", "eom")]
+    ends += [i for i, token in enumerate(keys.file.metadata.get("tokenizer.ggml.tokens", ())) if token in _ENDS]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     heads = keys("attention.head_count")
     vocabulary = keys.file.infos.get("token_embd.weight")

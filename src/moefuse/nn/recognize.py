@@ -7,6 +7,7 @@ every clamp, scores near zero, selection biases larger than the scores. What no 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -84,6 +85,18 @@ def _activations(owner: nn.Module, gated: bool) -> Iterator[Activation]:
                 yield Activation(kind, gated, alpha=alpha, limit=limit)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Probes are small: a second thread gains nothing, and where other processes hold the cores it costs twentyfold."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def mlp_of(mlp: nn.Module) -> Activation | None:
     """The activation of ``down_proj(act(gate_proj(x)) * up_proj(x))`` or its ungated form; None for anything else."""
     linears = {name: child for name, child in mlp.named_children() if isinstance(child, nn.Linear)}
@@ -179,6 +192,7 @@ def _plain(value: Any) -> Any:
 _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
+@_one_thread()
 def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
     """Recognise a block; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(block)
