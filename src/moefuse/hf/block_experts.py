@@ -146,8 +146,8 @@ def dequantized_bytes(model: nn.Module) -> int:
 def refuse_to_save(*_: Any, **__: Any) -> None:
     """What ``save_pretrained`` is on a model whose experts are in blocks."""
     raise ValueError(
-        "save_pretrained: a transformers checkpoint has no place for experts in GGUF blocks: keep the GGUF file, or call "
-        "moefuse.hf.dequantize(model) first"
+        "save_pretrained: a transformers checkpoint has no place for experts in GGUF blocks: keep the GGUF file, or "
+        "call moefuse.hf.dequantize(model) first"
     )
 
 
