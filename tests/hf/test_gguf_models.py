@@ -100,6 +100,7 @@ def test_experts_are_views_of_the_file(tmp_path: Path) -> None:
     assert moefuse.hf.supports(model)
 
 
+@pytest.mark.slow
 def test_compiles_whole(tmp_path: Path) -> None:
     make(KINDS["qwen2moe"], tmp_path / "model.gguf")
     model, _ = load(tmp_path / "model.gguf")
@@ -116,7 +117,7 @@ def test_compiles_whole(tmp_path: Path) -> None:
 def test_saving_and_gradients(tmp_path: Path) -> None:
     make(KINDS["olmoe"], tmp_path / "model.gguf")
     model, _ = load(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match="keep the GGUF file, or call moefuse.hf.dequantize"):
+    with pytest.raises(ValueError, match="keep the GGUF file, or call moefuse"):
         model.save_pretrained(tmp_path / "saved")
     words = torch.randn(1, 5, 256, requires_grad=True)
     model(inputs_embeds=words).logits.square().mean().backward()
@@ -129,10 +130,8 @@ def test_saving_and_gradients(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     tokens = torch.randint(0, 320, (1, 9))
-    assert (
-        torch.equal(logits(again, tokens), logits(model, tokens))
-        or difference(logits(again, tokens), logits(model, tokens).double()).worst < TOLERANCE
-    )
+    again.set_experts_implementation("eager")
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
 
 
 def test_autocast_and_mixed_stacks(tmp_path: Path) -> None:
