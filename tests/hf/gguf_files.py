@@ -90,10 +90,11 @@ class Kind:
 
 
 CONFIGS = {"Qwen3_5Moe": "TextConfig", "Gemma4": "TextConfig"}
+#: nothing is as the configurations have it by themselves, so that what is not read from the file shows
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 0,
-    "pad_token_id": None,
+    "pad_token_id": None, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 2e3},
 }  # fmt: skip
 
 _NAMES = {
@@ -286,8 +287,8 @@ def gemma4_keys(config: Any) -> dict[str, Any]:
         "attention.sliding_window": config.sliding_window,
         "attention.sliding_window_pattern": sliding,
         "attention.shared_kv_layers": 0,
-        "rope.freq_base": 1e6,
-        "rope.freq_base_swa": 1e4,
+        "rope.freq_base": 3e3,
+        "rope.freq_base_swa": 2e3,
         "rope.dimension_count": 64,
         "rope.dimension_count_swa": 32,
         "final_logit_softcapping": config.final_logit_softcapping,
@@ -351,7 +352,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_po
          "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 _COMPRESSED = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24,
-    "intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 2,
+    "intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 3,
     "num_experts_per_tok": 3, "first_k_dense_replace": 1,
     "rope_parameters": _YARN | {"mscale": 0.5, "mscale_all_dim": 0.5},
 }  # fmt: skip
@@ -390,7 +391,7 @@ KINDS: dict[str, Kind] = {
             "head_dim": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "num_experts": 8,
             "num_experts_per_tok": 3, "layer_types": ["linear_attention", "full_attention"],
             "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
+            "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3, "num_key_value_heads": 1,
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
             },
@@ -399,21 +400,25 @@ KINDS: dict[str, Kind] = {
     ),
     "llama": Kind(
         "llama", "Mixtral",
-        {"head_dim": 32, "intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"head_dim": 32, "intermediate_size": 128, "num_local_experts": 6, "num_experts_per_tok": 3},
         lambda config: common_keys(config) | {
-            "expert_count": 8, "rope.dimension_count": 32, "feed_forward_length": 128, "vocab_size": VOCABULARY,
+            "expert_count": 6, "rope.dimension_count": 32, "feed_forward_length": 128, "vocab_size": VOCABULARY,
             "attention.key_length": 32, "attention.value_length": 32,
         },
         rotated_layer, _Q8,
     ),
     "olmoe": Kind(
-        "olmoe", "Olmoe", {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
-        lambda config: common_keys(config) | {"expert_count": 8, "feed_forward_length": 64}, plain_layer, _Q8,
+        "olmoe", "Olmoe", {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5},
+        lambda config: common_keys(config) | {
+            "expert_count": 8, "feed_forward_length": 64, "attention.clamp_kqv": 1.5,
+        },
+        plain_layer,
+        _Q8 | {"ffn_up_exps": "F16"},
     ),
     "granitemoe": Kind(
         "granitemoe", "GraniteMoe",
         {
-            "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 1.5,
+            "intermediate_size": 64, "num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 1.5,
             "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0,
         },
         lambda config: granite_keys(config), granitemoe_layer, _Q8,
@@ -421,8 +426,9 @@ KINDS: dict[str, Kind] = {
     "granitemoe with a shared expert": Kind(
         "granitemoe", "GraniteMoeShared",
         {
-            "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 96,
-            "attention_multiplier": 0.125,
+            "intermediate_size": 64, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 96,
+            "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+            "attention_bias": True,
         },
         lambda config: granite_keys(config), granitemoe_layer, _Q8,
     ),
@@ -440,11 +446,16 @@ KINDS: dict[str, Kind] = {
         dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4") | {"attn_q": "Q8_0"},
     ),
     "deepseek2 with softmax": Kind(
-        "deepseek2", "DeepseekV2", _COMPRESSED | {"q_lora_rank": None, "routed_scaling_factor": 1.5},
+        "deepseek2", "DeepseekV2", _COMPRESSED | {
+            "q_lora_rank": None, "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+        },
         deepseek2_keys, deepseek2_layer, _Q8 | {"ffn_down_shexp": "Q8_0"},
     ),
     "deepseek2 with sigmoids": Kind(
-        "deepseek2", "DeepseekV3", _COMPRESSED | {"q_lora_rank": 64, "n_group": 4, "topk_group": 2},
+        "deepseek2", "DeepseekV3", _COMPRESSED | {
+            "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False,
+        },
         deepseek2_keys, deepseek2_layer, _Q8 | {"attn_v_b": "Q8_0"},
     ),
     "gemma4": Kind(
@@ -452,7 +463,12 @@ KINDS: dict[str, Kind] = {
         {
             "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
             "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "top_k_experts": 3,
-            "enable_moe_block": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+            "enable_moe_block": True, "sliding_window": 8, "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 3e3, "partial_rotary_factor": 0.5},
+            },
             "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY,
             "final_logit_softcapping": 30.0,
         },
@@ -463,14 +479,14 @@ KINDS: dict[str, Kind] = {
             "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
             "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
         },
-        extra={"rope_freqs.weight": torch.tensor([1.0] * 8 + [1e30] * 24)},
+        extra={"rope_freqs.weight": torch.tensor([1.0] * 16 + [1e30] * 16)},
     ),
 }  # fmt: skip
 
 
 def granite_keys(config: Any) -> dict[str, Any]:
     return common_keys(config) | {
-        "expert_count": 8, "feed_forward_length": 64, "attention.scale": config.attention_multiplier,
+        "expert_count": 6, "feed_forward_length": 64, "attention.scale": config.attention_multiplier,
         "embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier,
         "logit_scale": config.logits_scaling,
     }  # fmt: skip

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from gguf_files import KINDS, TEXT, make
+from gguf_files import END, KINDS, TEXT, make
 from torch import Tensor, nn
 
 import moefuse.hf
 from moefuse.hf.block_experts import BlockExperts, block_experts
 from moefuse.hf.gguf_models import ARCHITECTURES
 from moefuse.hf.support import on_interface
-from moefuse.quant.gguf import read
+from moefuse.quant.gguf import read, write
 from moefuse.testing.compare import difference
 
 # Two float32 computations of the same network: 2 layers of sums a few hundred terms long.
@@ -98,6 +98,63 @@ def test_experts_are_views_of_the_file(tmp_path: Path) -> None:
     assert stored.nbytes() == file.nbytes, "a view of the whole map"
     assert "down_proj=Q6_K" in repr(module)
     assert moefuse.hf.supports(model)
+
+
+@pytest.mark.slow
+def test_compiles_whole(tmp_path: Path) -> None:
+    make(KINDS["qwen2moe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf")
+    tokens = torch.randint(0, 320, (1, 9))
+    for patched in (False, True):
+        if patched:
+            moefuse.hf.patch(model)
+        want = logits(model, tokens)
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert difference(logits(compiled, tokens), want.double()).worst < TOLERANCE
+
+
+def test_saving_and_gradients(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="keep the GGUF file, or call moefuse"):
+        model.save_pretrained(tmp_path / "saved")
+    words = torch.randn(1, 5, 256, requires_grad=True)
+    model(inputs_embeds=words).logits.square().mean().backward()
+    through_blocks = words.grad.clone()
+    moefuse.hf.dequantize(model)
+    model.set_experts_implementation("eager")
+    words.grad = None
+    model(inputs_embeds=words).logits.square().mean().backward()
+    assert difference(through_blocks, words.grad.double(), whole=True).worst < 1e-4
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    tokens = torch.randint(0, 320, (1, 9))
+    again.set_experts_implementation("eager")
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+
+
+def test_autocast_and_mixed_stacks(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf", dtype=torch.bfloat16)
+    module = model.model.layers[0].mlp.experts
+    assert set(module.specs) == {"gate_proj", "down_proj"}
+    rows, ids, weights = torch.randn(3, 256), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    assert module(rows, ids, weights).dtype == torch.float32
+    assert module(rows.bfloat16(), ids, weights).dtype == torch.bfloat16
+
+
+def test_ends_of_an_answer(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    file = read(tmp_path / "model.gguf")
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    named = dict(file.metadata) | {
+        "tokenizer.ggml.tokens": [*tokens[:-1], "<|im_end|>"],
+        "tokenizer.ggml.eot_token_id": 5,
+    }
+    write(tmp_path / "chat.gguf", named | {"tokenizer.ggml.merges": file.metadata["tokenizer.ggml.merges"][:10]}, file)
+    model, _ = load(tmp_path / "chat.gguf")
+    assert model.generation_config.eos_token_id == [tokens.index(END), 5, len(tokens) - 1]
 
 
 def test_generates_in_the_models_own_type(tmp_path: Path) -> None:

@@ -159,7 +159,11 @@ def test_what_a_file_may_lack_or_have_too_much(tmp_path: Path) -> None:
         ({}, {"blk.1.attn_k.weight": torch.zeros(3, 5)}, "must have shape [128, 256], got [3, 5] from blk.1.attn_k"),
         ({}, {"blk.1.ffn_wonder.weight": torch.zeros(3)}, "a place for every tensor, got blk.1.ffn_wonder.weight"),
         ({}, {"rope_freqs.weight": torch.ones(3)}, "rotary frequencies must follow from the metadata"),
-        ({"olmoe.embedding_length": 200}, {}, "must"),
+        ({"olmoe.embedding_length": 200}, {}, "must have token_embd.weight [words, 200], got [320, 256]"),
+        ({"olmoe.block_count": 2**31}, {}, "block_count must be that of the tensors, 2, got 2147483648"),
+        ({"olmoe.attention.head_count": "four"}, {}, "the metadata of"),
+        ({"olmoe.attention.head_count": 2**31}, {}, "transformers takes no model with the metadata of"),
+        ({"olmoe.attention.head_count": [4, 2]}, {}, "transformers takes no model with the metadata of"),
     ):  # fmt: skip
         assert message in refusal(rewritten(path, metadata, tensors)), message
 

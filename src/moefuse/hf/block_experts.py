@@ -78,10 +78,22 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""
         gate_up, down, gate_up_bias, down_bias = self.stacks()
-        return experts(  # type: ignore[return-value]  # no norm_weight: one tensor
-            hidden_states, top_k_index, top_k_weights, gate_up, down, activation=self.activation,
-            gate_up_bias=gate_up_bias, down_bias=down_bias,
+        # Under autocast the rows may be wider or narrower than numbers among the stacks, which decide.
+        x = hidden_states if self.takes(hidden_states.dtype) else hidden_states.to(self._plain_type())
+        out: Any = experts(
+            x, top_k_index, top_k_weights, gate_up, down, activation=self.activation, gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
         )  # fmt: skip
+        return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+    def _plain_type(self) -> torch.dtype | None:
+        """Of the stacks that are numbers in the file, too."""
+        stacks = (name for name in self._buffers if name.endswith("_proj") and name not in self.specs)
+        return next((getattr(self, name).dtype for name in stacks), None)
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether rows of this type need no conversion."""
+        return self._plain_type() in (None, dtype)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """The module it stands for, with numbers."""
@@ -131,6 +143,14 @@ def dequantized_bytes(model: nn.Module) -> int:
     return weights * next(model.parameters()).dtype.itemsize
 
 
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    """What ``save_pretrained`` is on a model whose experts are in blocks."""
+    raise ValueError(
+        "save_pretrained: a transformers checkpoint has no place for experts in GGUF blocks: keep the GGUF file, or "
+        "call moefuse.hf.dequantize(model) first"
+    )
+
+
 def dequantize(model: nn.Module) -> None:
     """Give a model of `from_gguf` its own experts modules back, with numbers instead of blocks, in place.
 
@@ -139,3 +159,4 @@ def dequantize(model: nn.Module) -> None:
     """
     for path, module in block_experts(model).items():
         model.set_submodule(path, module.dequantized(next(model.parameters()).dtype))
+    vars(model).pop("save_pretrained", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from moefuse.hf.block_experts import BlockExperts
+from moefuse.hf.block_experts import BlockExperts, refuse_to_save
 from moefuse.hf.experts import known_activation
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys
 from moefuse.hf.gguf_tokenizer import read_tokenizer
@@ -22,6 +24,8 @@ from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
 from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor
+
+_LARGE = 2**20  # elements
 
 
 def from_gguf(
@@ -49,12 +53,17 @@ def from_gguf(
             message says what to do.
     """
     file = _open(Path(path))
-    architecture, keys = ARCHITECTURES[file.architecture], Keys(file)
+    architecture = ARCHITECTURES[file.architecture]
     target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    tokenizer = read_tokenizer(file)
-    model = _empty(architecture.config(keys), target, file)
+    try:
+        keys, tokenizer = Keys(file), read_tokenizer(file)
+        fields = architecture.config(keys)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:  # a value of another kind than its key has
+        raise ValueError(f"from_gguf: the metadata of {file.path} must be as llama.cpp writes it: {error!r}") from error
+    model = _empty(fields, target, file)
     with _bar(file, progress) as bar:
         _fill(model, file, architecture, keys, target, exact, bar)
+    model.save_pretrained = refuse_to_save
     return model.to(device).eval(), tokenizer
 
 
@@ -82,6 +91,18 @@ def _open(path: Path) -> GGUFFile:
     return file
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """What is made large and empty is never given memory; some systems refuse to promise a stack of experts."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if function is torch.empty and args and options.get("device") is None:
+            sizes = args[0] if isinstance(args[0], (tuple, list)) else args
+            if math.prod(sizes) > _LARGE:
+                options["device"] = "meta"
+        return function(*args, **options)
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules made here get parameters without memory, and buffers with their values."""
@@ -92,7 +113,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = empty  # type: ignore[method-assign, assignment]  # for a while
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as it was
 

@@ -20,6 +20,13 @@ from moefuse.quant.gguf import GGUFFile
 from moefuse.types import Routing
 
 _NEEDED = object()
+#: tokens that end an answer, which a file need not name
+_ENDS = frozenset(
+    (
+        "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>",
+        "<|return|>", "<|call|>",
+    )
+)  # fmt: skip
 
 
 class Keys:
@@ -30,6 +37,9 @@ class Keys:
         self.expert_layers = expert_layers(file)
         self.rule: Routing = read_rule(file, self.expert_layers[0])
         self.layers: int = self("block_count") - self("nextn_predict_layers", 0)
+        stored = {match[1] for match in map(re.compile(r"blk\.(\d+)\.").match, file) if match}
+        if not 0 < self.layers <= len(stored):
+            raise ValueError(f"from_gguf: block_count must be that of the tensors, {len(stored)}, got {self.layers}")
 
     def __call__(self, name: str, default: Any = _NEEDED) -> Any:
         """The value of a key; an array as a list."""
@@ -117,17 +127,22 @@ def _rope(keys: Keys) -> dict[str, Any]:
 
 def _common(keys: Keys) -> dict[str, Any]:
     ends = [keys.token(name) for name in ("eos", "eot", "eom")]
+    ends += [i for i, token in enumerate(keys.file.metadata.get("tokenizer.ggml.tokens", ())) if token in _ENDS]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
-    heads = keys("attention.head_count")
-    vocabulary = keys.file.infos.get("token_embd.weight")
-    if vocabulary is None:
-        raise ValueError("from_gguf: the file must have token_embd.weight, got none")
+    heads, kv_heads = (
+        value[0] if isinstance(value, list) and len(set(value)) == 1 else value  # one for each layer
+        for value in (keys("attention.head_count"), keys("attention.head_count_kv", keys("attention.head_count")))
+    )
+    words, hidden = keys.file.infos.get("token_embd.weight"), keys("embedding_length")
+    if words is None or words.shape[1:] != (hidden,):
+        got = "none" if words is None else list(words.shape)
+        raise ValueError(f"from_gguf: the file must have token_embd.weight [words, {hidden}], got {got}")
     return {
-        "vocab_size": vocabulary.shape[0],
-        "hidden_size": keys("embedding_length"),
+        "vocab_size": words.shape[0],
+        "hidden_size": hidden,
         "num_hidden_layers": keys.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": keys("context_length"),
         "rms_norm_eps": keys("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(keys),

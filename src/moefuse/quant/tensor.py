@@ -12,8 +12,8 @@ from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
 _EXACT = ":exact"
-# Values unpacked at a time: what unpacking holds in float32 beside the result stays within a few dozen MB.
-_CHUNK = 2**21
+# Values unpacked at a time: the float32 steps in between stay within a dozen MB, which caches can hold.
+_CHUNK = 2**20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
