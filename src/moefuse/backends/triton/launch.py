@@ -32,12 +32,17 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Bring the lines at these addresses into the second-level cache."""
+def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
+    """Bring ``length`` numbers from each of ``row_ptr`` [R] on into the second-level cache; BLOCK covers length.
+
+    One request for each line of 128 bytes: more would be in each other's way.
+    """
+    LINE: tl.constexpr = 128 // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    at = LINE * tl.arange(0, (BLOCK + LINE - 1) // LINE)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [pointers.to(tl.uint64)],
+        [(row_ptr[:, None] + tl.minimum(at, length - 1)[None, :]).to(tl.uint64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -32,7 +32,7 @@ class Tile:
 
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
-FEW_TOKENS = 2
+FEW_TOKENS = 4
 
 
 def _shared_limit(device: torch.device) -> int:
@@ -44,14 +44,17 @@ def _shared_limit(device: torch.device) -> int:
     return limit
 
 
-def few_tiles(top_k: int) -> tuple[Tile, Tile]:
-    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on blocks.
+def few_tiles(top_k: int, up_words: bool = False, down_words: bool = False) -> tuple[Tile, Tile]:
+    """The tiles of the up and the down matrix-vector product; ``m`` is not used there.
 
-    A program of the down product holds ``top_k`` tiles at once.
+    Blocks take ``k`` only where they are read in words. A program of the down product holds ``top_k`` tiles at once.
     """
     if INTERPRETED:
-        return Tile(1, 32, 64, 4, 1), Tile(1, 16, 64, 4, 1)
-    return Tile(1, 8, 256, 4, 2), Tile(1, 2 if top_k <= 8 else 1, 128, 4, 1)
+        return Tile(1, 32, 256 if up_words else 64, 4, 1), Tile(1, 16, 256 if down_words else 64, 4, 1)
+    few = top_k <= 8
+    up = Tile(1, 8, 2048, 4, 1) if up_words else Tile(1, 8, 256, 4, 2)
+    down = Tile(1, 4 if few else 1, 256, 4, 1) if down_words else Tile(1, 4 if few else 2, 128, 8, 1)
+    return up, down
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
@@ -123,16 +126,20 @@ def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> 
     return _fitted(tile, itemsize, False, device)
 
 
-def outer_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
-    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time."""
+def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: torch.device) -> Tile:
+    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time.
+
+    The compiler spends every other stage on the row numbers, which the loads of the gathered rows wait for.
+    """
     if INTERPRETED:
         return Tile(32, 32, 32, 4, 1)
+    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if itemsize == 4:
-        tile = Tile(64, 64, 32, 4, 2)
+        tile = Tile(64, 64, 32, 4, 3)
     elif rows_per_expert <= 32:
-        tile = Tile(128, 128, 32, 8, 2)
-    else:
-        tile = Tile(128, 256, 64, 8, 4)
+        tile = Tile(128, 128, 32, 8, 3)
+    else:  # the wider side is the one that the copy engine brings
+        tile = Tile(256, 128, 64, 8, 5, engine) if gather_x else Tile(128, 256, 64, 8, 5, engine)
     return _fitted(tile, itemsize, False, device)
 
 
