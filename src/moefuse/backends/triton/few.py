@@ -12,7 +12,7 @@ from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, up_biases, up_rows
 from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import few_tiles
+from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
@@ -186,7 +186,9 @@ def experts_few(
     bias, up_bias = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     ids = ids.contiguous()
-    first, second = few_tiles(top_k)
+    size = x.element_size()
+    first = tile_for(Product("few up", E, I, H, top_k, T, size, activation.gated, w_format or u_format), x.device)
+    second = tile_for(Product("few down", E, H, I, top_k, T, size, False, down_format), x.device)
     launch(
         _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,

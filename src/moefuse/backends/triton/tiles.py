@@ -1,4 +1,4 @@
-"""Tile sizes, in one table: a function of shape and rows per expert, with no file behind it."""
+"""The built-in tile sizes, in one table: a function of shape and rows per expert, with no file behind it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tile:
 FEW_TOKENS = 2
 
 
-def _shared_limit(device: torch.device) -> int:
+def shared_limit(device: torch.device) -> int:
     """Shared memory one program may take."""
     if device.type != "cuda":
         return 227 * 1024
@@ -79,7 +79,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
 
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
     """Fewer stages, then a shorter K, until the tile fits the card's shared memory."""
-    limit = _shared_limit(device)
+    limit = shared_limit(device)
     while tile.shared_bytes(itemsize, gated) > limit:
         if tile.stages > 2:
             tile = dataclasses.replace(tile, stages=tile.stages - 1)
@@ -98,7 +98,7 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
         tile = Tile(64, 64, 256, 4, 2)
     else:
         tile = Tile(128, 64, 256, 4, 2) if gated else Tile(128, 128, 256, 8, 2)
-    limit = _shared_limit(device)
+    limit = shared_limit(device)
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
     return tile
