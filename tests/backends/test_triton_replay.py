@@ -95,6 +95,26 @@ def test_a_replay_has_the_bits_of_the_first_call(T: int, device: str) -> None:
     assert all(torch.equal(have, want) for have, want in zip(replayed, plain, strict=True))
 
 
+#: of the calls of the case table, what the short run replays; and what takes the interpreter minutes
+SHORT = {"gate/one_token", "gate/gemma4", "experts/decode", "experts/single", "experts/apart"}
+LONG = {"gate/many", "experts/prefill", "experts/q4_k_m_prefill"}
+REPLAYED = [
+    pytest.param(case, id=case.id, marks=() if case.id in SHORT else pytest.mark.slow)
+    for case in cases.CASES
+    if case.op in ("gate", "experts", "moe") and case.id not in LONG and not case.id.endswith("_both")
+]
+
+
+@pytest.mark.parametrize("case", REPLAYED)
+def test_the_case_table_replayed(case: cases.Case, device: str, rng: torch.Generator) -> None:
+    """Three calls with other numbers: one that is checked, one that is recorded and one that is only replayed."""
+    for seed in range(3):
+        outcome = cases.run(case, torch.float32, "triton", device, rng.initial_seed() + seed, gradients=False)
+        assert outcome.passed, outcome.describe()
+    copies = case.id == "experts/strided"
+    assert copies or any(record.again is not None for record in replay._RECORDS.values())
+
+
 def test_gate_and_experts_have_recordings_of_their_own(device: str) -> None:
     block = Block(device)
     for _ in range(3):
