@@ -11,8 +11,17 @@ from moefuse.backends.triton.activation import activate
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_products
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, up_biases, up_rows
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import few_tiles
+from moefuse.backends.triton.launch import (
+    PDL,
+    begins_aligned,
+    block_of,
+    ceil_div,
+    counters,
+    launch,
+    launch_dependents,
+    wait,
+)
+from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
@@ -177,7 +186,7 @@ def _down_few_kernel(
 
 def in_words(rows: Tensor, format: str) -> bool:
     """Whether the blocks can be read 16 bytes at a time by the one format that has a kernel for it."""
-    return format == "Q4_K" and rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0
+    return format == "Q4_K" and begins_aligned(rows) and rows.stride(0) % 16 == 0
 
 
 def experts_few(
@@ -209,7 +218,9 @@ def experts_few(
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     ids = ids.contiguous()
     up_words, down_words = in_words(w, w_format) and in_words(u, u_format), in_words(down_rows, down_format)
-    first, second = few_tiles(top_k, up_words, down_words)
+    size = x.element_size()
+    first = tile_for(Product("few up", E, I, H, top_k, T, size, activation.gated, w_format or u_format), x.device)
+    second = tile_for(Product("few down", E, H, I, top_k, T, size, False, down_format), x.device)
     launch(
         _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
