@@ -157,6 +157,7 @@ def test_what_a_file_may_lack_or_have_too_much(tmp_path: Path) -> None:
         ({}, {"blk.1.attn_q.weight": None}, "must have blk.1.attn_q.weight for model.layers.1.self_attn.q_proj.weight"),
         ({}, {"blk.1.ffn_up_exps.weight": None}, "must have blk.1.ffn_up_exps.weight"),
         ({}, {"blk.1.attn_k.weight": torch.zeros(3, 5)}, "must have shape [128, 256], got [3, 5] from blk.1.attn_k"),
+        ({}, {"blk.0.ffn_down_exps.weight": torch.zeros(8, 256, 96)}, "blk.0.ffn_gate_exps.weight must have shape [8,"),
         ({}, {"blk.1.ffn_wonder.weight": torch.zeros(3)}, "a place for every tensor, got blk.1.ffn_wonder.weight"),
         ({}, {"rope_freqs.weight": torch.ones(3)}, "rotary frequencies must follow from the metadata"),
         ({"olmoe.embedding_length": 200}, {}, "must have token_embd.weight [words, 200], got [320, 256]"),

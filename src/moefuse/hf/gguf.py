@@ -54,7 +54,9 @@ def from_gguf(
     """
     file = _open(Path(path))
     architecture = ARCHITECTURES[file.architecture]
-    target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if target not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"from_gguf: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
     try:
         keys, tokenizer = Keys(file), read_tokenizer(file)
         fields = architecture.config(keys)
@@ -157,8 +159,7 @@ def _fill(
     for path, stock in found:
         layer = int(re.findall(r"\.layers\.(\d+)\.", path)[0])
         model.set_submodule(path, _experts_of(file, layer, stock, dtype, exact))
-        note(*(name for name in file if re.fullmatch(rf"blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\..*", name)
-               and not name.endswith(".scale")))  # fmt: skip
+        note(*filter(re.compile(rf"blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)").fullmatch, file))
     inside = tuple(f"{path}." for path, _ in on_interface(model))
     tied = _tied(model)
     for name, target in model.state_dict(keep_vars=True).items():
@@ -206,7 +207,12 @@ def _value(
         if all(source in file for source in names):
             # What is made anew may be sums and logarithms of small vectors; matrices are only moved around.
             tensors = [_numbers(file, source, target.dtype if target.dim() > 1 else torch.float32) for source in names]
-            value = tensors[0] if function is None else function(keys, *tensors)
+            try:
+                value = tensors[0] if function is None else function(keys, *tensors)
+            except RuntimeError as error:  # sizes that do not divide
+                raise ValueError(
+                    f"from_gguf: {', '.join(names)} must have the sizes that the metadata gives"
+                ) from error
             if value.shape != target.shape:
                 got = f"{list(value.shape)} from {', '.join(names)}"
                 raise ValueError(f"from_gguf: {name} must have shape {list(target.shape)}, got {got}")

@@ -77,7 +77,7 @@ def supports(model: nn.Module) -> Support:
         kinds = ", ".join(dict.fromkeys(f"{module.kind}: {module.reason}" for module in refused))
         return Support(False, f"{name}: {len(refused)} of {len(modules)} experts modules cannot run: {kinds}", modules)
     kinds = ", ".join(dict.fromkeys(module.kind for module in modules))
-    return Support(True, f"{name} has {len(modules)} experts modules ({kinds}), all on the interface", modules)
+    return Support(True, f"{name} has {len(modules)} experts modules ({kinds}), and moefuse computes them all", modules)
 
 
 def _judge(model: nn.Module) -> Iterator[ModuleSupport]:
