@@ -16,7 +16,7 @@ $(VENV)/.ready: $(SOURCES)
 # Text from the model in the box, how fast it came, which experts wrote it, and how transformers' own path compares.
 demo: $(VENV)/.ready
 	mkdir -p demo
-	$(BIN)/moefuse run --max-tokens 160 --temperature 0.8 --dtype float32 --stats --plot demo/experts.png --compare
+	$(BIN)/moefuse run --max-tokens 120 --temperature 0.8 --seed 2 --dtype float32 --exact --stats --plot demo/experts.png --compare
 
 # The kernels are right on this machine, and this is how fast they are.
 bench: $(VENV)/.ready

@@ -277,10 +277,10 @@ def draw(
 def train(
     texts: Annotated[list[Path], typer.Argument(help="text files", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="folder for model, tokenizer, held-out text and losses")],
-    steps: Annotated[int, typer.Option(min=1)] = 3000,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 2200,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
     length: Annotated[int, typer.Option(min=2, help="tokens per window")] = 512,
-    rate: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
+    rate: Annotated[float, typer.Option(help="peak learning rate")] = 1e-3,
     decay: Annotated[float, typer.Option(help="weight decay")] = 0.1,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.2,
     minutes: Annotated[float, typer.Option(help="end cleanly after so long, if the steps are not done")] = 4.0,
