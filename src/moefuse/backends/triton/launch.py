@@ -69,12 +69,17 @@ def unrecordable(why: str) -> None:
         recording.recorder.refuse(why)
 
 
+def aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes. Launchers ask this, not ``data_ptr``: a stand-in has none."""
+    if recording.recorder is not None:  # what is recorded begins at such multiples, so offsets tell
+        return t.storage_offset() * t.element_size() % 16 == 0
+    return t.data_ptr() % 16 == 0
+
+
 def _kind(value: Any) -> Any:
     """What Triton specialises a run-time argument on."""
     if isinstance(value, Tensor):
-        if recording.recorder is not None:  # a stand-in: tensors with memory behind them begin at multiples of 16
-            return value.dtype, value.storage_offset() * value.element_size() % 16 == 0
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, aligned(value)
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
     if isinstance(value, TensorDescriptor):
