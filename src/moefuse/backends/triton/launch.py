@@ -33,12 +33,17 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Bring the lines at these addresses into the second-level cache."""
+def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
+    """Bring ``length`` numbers from each of ``row_ptr`` [R] on into the second-level cache; BLOCK covers length.
+
+    One request for each line of 128 bytes: more would be in each other's way.
+    """
+    LINE: tl.constexpr = 128 // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    at = LINE * tl.arange(0, (BLOCK + LINE - 1) // LINE)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [pointers.to(tl.uint64)],
+        [(row_ptr[:, None] + tl.minimum(at, length - 1)[None, :]).to(tl.uint64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -69,9 +74,9 @@ def unrecordable(why: str) -> None:
         recording.recorder.refuse(why)
 
 
-def aligned(t: Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes. Launchers ask this, not ``data_ptr``: a stand-in has none."""
-    if recording.recorder is not None:  # what is recorded begins at such multiples, so offsets tell
+def begins_aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes."""
+    if recording.recorder is not None:  # a stand-in: tensors with memory behind them begin at such
         return t.storage_offset() * t.element_size() % 16 == 0
     return t.data_ptr() % 16 == 0
 
@@ -79,7 +84,7 @@ def aligned(t: Tensor) -> bool:
 def _kind(value: Any) -> Any:
     """What Triton specialises a run-time argument on."""
     if isinstance(value, Tensor):
-        return value.dtype, aligned(value)
+        return value.dtype, begins_aligned(value)
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
     if isinstance(value, TensorDescriptor):

@@ -32,7 +32,7 @@ class Tile:
 
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
-FEW_TOKENS = 2
+FEW_TOKENS = 4
 
 
 def shared_limit(device: torch.device) -> int:
@@ -44,14 +44,19 @@ def shared_limit(device: torch.device) -> int:
     return limit
 
 
-def few_tiles(top_k: int) -> tuple[Tile, Tile]:
-    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on blocks.
+def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
+    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on most blocks.
 
     A program of the down product holds ``top_k`` tiles at once.
     """
     if INTERPRETED:
-        return Tile(1, 32, 64, 4, 1), Tile(1, 16, 64, 4, 1)
-    return Tile(1, 8, 256, 4, 2), Tile(1, 2 if top_k <= 8 else 1, 128, 4, 1)
+        return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
+    few = top_k <= 8
+    if format == "Q4_K":  # read in words, ``k`` at a time
+        return Tile(1, 8, 2048, 4, 1), Tile(1, 4 if few else 1, 256, 4, 1)
+    if format:
+        return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
+    return Tile(1, 8, 256, 4, 2), Tile(1, 4 if few else 2, 128, 8, 1)
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
@@ -90,14 +95,14 @@ def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Til
 
 def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
     """The tile for weights in blocks: k is the strip of 256 that all formats share; at least 64 columns, the height of
-    a tensor core's left side. Not yet measured on a card.
+    a tensor core's left side.
     """
     if rows_per_expert <= 16:
-        tile = Tile(16, 64, 256, 4, 3)
+        tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= 64:
         tile = Tile(64, 64, 256, 4, 2)
     else:
-        tile = Tile(128, 64, 256, 4, 2) if gated else Tile(128, 128, 256, 8, 2)
+        tile = Tile(128, 128, 256, 8, 2)
     limit = shared_limit(device)
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
@@ -123,16 +128,20 @@ def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> 
     return _fitted(tile, itemsize, False, device)
 
 
-def outer_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
-    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time."""
+def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: torch.device) -> Tile:
+    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time.
+
+    The compiler spends every other stage on the row numbers, which the loads of the gathered rows wait for.
+    """
     if INTERPRETED:
         return Tile(32, 32, 32, 4, 1)
+    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if itemsize == 4:
-        tile = Tile(64, 64, 32, 4, 2)
+        tile = Tile(64, 64, 32, 4, 3)
     elif rows_per_expert <= 32:
-        tile = Tile(128, 128, 32, 8, 2)
-    else:
-        tile = Tile(128, 256, 64, 8, 4)
+        tile = Tile(128, 128, 32, 8, 3)
+    else:  # the wider side is the one that the copy engine brings
+        tile = Tile(256, 128, 64, 8, 5, engine) if gather_x else Tile(128, 256, 64, 8, 5, engine)
     return _fitted(tile, itemsize, False, device)
 
 

@@ -72,7 +72,7 @@ class Product:
 
     def built_in(self, device: torch.device) -> Tile:
         if self.few:
-            return few_tiles(self.top_k)[self.role == "few down"]
+            return few_tiles(self.top_k, self.format)[self.role == "few down"]
         return product_tile(self.load, self.itemsize, self.gated, device, self.format)
 
     def fits(self, tile: Tile, device: torch.device) -> bool:
