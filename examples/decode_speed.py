@@ -104,8 +104,8 @@ def report(
     best = min(statistics.median(times[name]) for name in contestants if not name.startswith("moefuse"))
     right = logits[contestants[0]]
     print(
-        f"{args.layers} layers of H={args.hidden}, E={args.experts}, I={args.intermediate}, top-{args.top_k}, batches of "
-        f"{args.batch}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{args.layers} layers of H={args.hidden}, E={args.experts}, I={args.intermediate}, top-{args.top_k}, "
+        f"batch {args.batch}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     print("\n| experts | decode tokens/s | against the best stock one | logits differ by |\n|---|---|---|---|")
     for name in contestants:
