@@ -502,6 +502,7 @@ void test_openmp_team() {
     share_openmp(run_on_team);
     run_phases({{64, [&](int64_t task, int64_t, int worker) {
                    runs[static_cast<size_t>(task)] += 1;
+                   std::this_thread::sleep_for(std::chrono::microseconds(200));  // so that all come to work
                    if (worker < 0 || worker >= 2) above = true;
                  }}},
                2);
