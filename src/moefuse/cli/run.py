@@ -16,14 +16,20 @@ from moefuse import config
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _SHADES = " ░▒▓█"
+#: the model in the box, which an install may lack, and what it continues
+_BOX = Path(__file__).parents[1] / "box" / "box.gguf"
+_BOX_PROMPT = "And it came to pass in those days, that"
 
 
 def run(
     model: Annotated[
-        str, typer.Argument(help="Directory of a transformers model, or a GGUF file.", show_default=False)
-    ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+        str | None,
+        typer.Argument(help="Directory of a transformers model or a GGUF file; without it, the model in the box."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; the model in the box has one.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
     dtype: Annotated[
         str, typer.Option(help=f"{', '.join(_DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
@@ -42,6 +48,10 @@ def run(
     """Continue a prompt with a mixture-of-experts model on moefuse, and say how fast."""
     if dtype not in _DTYPES:
         _stop("--dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
+    if model is None:
+        model, prompt = _box(), _BOX_PROMPT if prompt is None else prompt
+    elif prompt is None:
+        _stop("--prompt", "give the text to continue")
     if plot is not None:
         _refuse_plot(plot)
     if parallel == "experts" and (stats or plot is not None):
@@ -57,7 +67,10 @@ def run(
         _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
     tokens = _tokens(tokenizer, prompt, chat).to(target)
-    _run(console, network, tokenizer, tokens, max_tokens, against if compare else None, stats, plot)
+    if model == str(_BOX):
+        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
+    sampling = (temperature, seed)
+    _run(console, network, tokenizer, tokens, max_tokens, sampling, against if compare else None, stats, plot)
     if parallel is not None:
         torch.distributed.destroy_process_group()
 
@@ -68,6 +81,7 @@ def _run(
     tokenizer: Any,
     prompt: Tensor,
     max_tokens: int,
+    sampling: tuple[float, int],
     against: str | None,
     stats: bool,
     plot: Path | None,
@@ -91,7 +105,7 @@ def _run(
 
     report = hf.patch(model)
     warm_up()
-    ours = generate(model, tokenizer, prompt, max_tokens, show, to_the_end=against is not None)
+    ours = generate(model, tokenizer, prompt, max_tokens, show, *sampling, to_the_end=against is not None)
     console.print()
     rates("moefuse", ours)
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
@@ -110,7 +124,7 @@ def _run(
             _use(model, against)
             stock_logits = model(input_ids=ours.tokens).logits.float()
         warm_up()
-        stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, to_the_end=True)
+        stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, *sampling, to_the_end=True)
         rates(against, stock)
         largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
         decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
@@ -121,6 +135,12 @@ def _run(
 
 def _stop(hint: str, message: str) -> NoReturn:
     raise typer.BadParameter(message, param_hint=hint)
+
+
+def _box() -> str:
+    if not _BOX.is_file():
+        _stop("MODEL", "this install came without the model in the box: name a directory or a GGUF file")
+    return str(_BOX)
 
 
 def _load(path: str, dtype: str, device: torch.device, parallel: str | None, exact: bool) -> tuple[Any, Any]:
