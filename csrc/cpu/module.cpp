@@ -2,6 +2,7 @@
 //
 // A tensor is (address, dtype code), a weight (address, type code, expert stride, row stride, exact) with strides in
 // bytes, (0, 0, ..) when absent; the codes are those of Dtype and WeightType. The Python side keeps the tensors alive.
+#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -9,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
+#include "pool.h"
 #include "training.h"
 
 namespace nb = nanobind;
@@ -63,9 +65,13 @@ Buckets buckets(Address offsets, Address order) { return {at<const int32_t>(offs
 NB_MODULE(_core, m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
 
+  // That of torch, which puts its runtime in the global scope and is imported before this module.
+  share_openmp(reinterpret_cast<OpenMPParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")));
+
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("isas", &isas);
   m.def("set_isa", &set_isa);
+  m.def("shares_openmp", &shares_openmp);
 
   m.def(
       "route",

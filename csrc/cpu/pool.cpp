@@ -18,6 +18,10 @@ using Clock = std::chrono::steady_clock;
 // Long enough to bridge the end of a phase, short enough to cost little when another process has the core. Not tuned.
 constexpr auto kSpin = std::chrono::microseconds(50);
 
+// A team whose last thread comes this long after the end of the work is left alone for up to kLongestPause calls.
+constexpr auto kLate = std::chrono::microseconds(200);
+constexpr int kLongestPause = 256;
+
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -54,7 +58,15 @@ class Job {
   }
 
   int threads() const { return threads_; }
+  Clock::time_point finished() const { return finished_; }
 
+  // Works as the next worker, unless there are enough.
+  void join() {
+    int worker = joined_.fetch_add(1, std::memory_order_relaxed);
+    if (worker < threads_) work(worker);
+  }
+
+ private:
   void work(int worker) {
     for (int p = 0; p < count(); ++p) {
       await(p);
@@ -63,7 +75,6 @@ class Job {
     await(count());
   }
 
- private:
   int count() const { return static_cast<int>(phases_.size()); }
 
   void await(int p) const {
@@ -88,6 +99,7 @@ class Job {
   // Opens the first phase from p on that has tasks.
   void skip_empty(int p) {
     while (p < count() && phases_[static_cast<size_t>(p)].tasks == 0) ++p;
+    if (p == count()) finished_ = Clock::now();
     open_.store(p, std::memory_order_release);
     open_.notify_all();
   }
@@ -95,8 +107,12 @@ class Job {
   int threads_;
   const std::vector<Phase>& phases_;
   std::unique_ptr<Progress[]> progress_;
+  Clock::time_point finished_;
+  std::atomic<int> joined_{0};
   std::atomic<int> open_{0};  // the phase that may run; the phase count when all are done
 };
+
+std::atomic<OpenMPParallel> openmp{nullptr};
 
 class Pool {
  public:
@@ -104,28 +120,48 @@ class Pool {
   bool try_run(Job& job) {
     std::unique_lock<std::mutex> caller(callers_, std::try_to_lock);
     if (!caller.owns_lock()) return false;
+    if (OpenMPParallel parallel = openmp.load(std::memory_order_relaxed); parallel != nullptr && pause_ == 0) {
+      run_on_team(job, parallel);
+    } else {
+      pause_ = std::max(pause_ - 1, 0);
+      run_on_own(job);
+    }
+    return true;
+  }
+
+ private:
+  // A region ends when its last thread comes by, and where other processes have the cores that may be long after the
+  // work is done (load of 5 on two cores: 9 ms). Then our own threads, who wait for nobody, take the next calls.
+  void run_on_team(Job& job, OpenMPParallel parallel) {
+    // The whole team, as for a smaller one the runtime would end threads and later start them again.
+    constexpr unsigned kWholeTeam = 0, kNoFlags = 0;
+    parallel([](void* data) { static_cast<Job*>(data)->join(); }, &job, kWholeTeam, kNoFlags);
+    bool late = Clock::now() - job.finished() > kLate;
+    next_pause_ = late ? std::min(2 * next_pause_, kLongestPause) : 1;
+    if (late) pause_ = next_pause_;
+  }
+
+  void run_on_own(Job& job) {
     grow(job.threads() - 1);
     job_ = &job;
     uint32_t open = epoch_.load(std::memory_order_relaxed) + 1;
     epoch_.store(open);
     epoch_.notify_all();
-    job.work(0);
+    job.join();
     // A worker counts itself in before it looks at the epoch again, so none can enter once this count is zero.
     epoch_.store(open + 1);
     for (int inside = inside_.load(); inside != 0; inside = inside_.load()) wait_change(inside_, inside);
-    return true;
   }
 
- private:
   void grow(int workers) {
     try {
-      for (; workers_ < workers; ++workers_) std::thread(&Pool::serve, this, workers_ + 1).detach();
+      for (; workers_ < workers; ++workers_) std::thread(&Pool::serve, this).detach();
     } catch (const std::system_error&) {
       // The system has no more threads to give: those there are do the work.
     }
   }
 
-  void serve(int worker) {
+  void serve() {
     uint32_t seen = 0;
     for (;;) {
       uint32_t epoch = epoch_.load();
@@ -135,7 +171,7 @@ class Pool {
       }
       seen = epoch;
       inside_.fetch_add(1);
-      if (epoch_.load() == epoch && worker < job_->threads()) job_->work(worker);
+      if (epoch_.load() == epoch) job_->join();
       if (inside_.fetch_sub(1) == 1) inside_.notify_all();
     }
   }
@@ -145,19 +181,25 @@ class Pool {
   std::atomic<int> inside_{0};      // workers that may be looking at job_
   Job* job_ = nullptr;
   int workers_ = 0;
+  int pause_ = 0;  // calls for which the team is left alone
+  int next_pause_ = 1;
 };
 
 std::atomic<Pool*> current{nullptr};
 
-// A forked child has none of the parent's threads, and perhaps a locked mutex: it starts over. The pool itself is
-// never freed, as its workers outlive every static destructor.
-void forget_pool() { current.store(nullptr); }
+// A forked child has none of the parent's threads, and perhaps a locked mutex: it starts over, on threads of its own,
+// as OpenMP would wait for those it had. The pool itself is never freed: its workers outlive every static destructor.
+void start_over() {
+  current.store(nullptr);
+  openmp.store(nullptr);
+}
+
+// From the start, as torch may have used its team before us.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, start_over);
 
 Pool& pool() {
   Pool* now = current.load(std::memory_order_acquire);
   if (now != nullptr) return *now;
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
-  static_cast<void>(registered);
   Pool* fresh = new Pool;
   if (current.compare_exchange_strong(now, fresh)) return *fresh;
   delete fresh;
@@ -166,10 +208,17 @@ Pool& pool() {
 
 }  // namespace
 
+void share_openmp(OpenMPParallel parallel) {
+  start_over();
+  openmp.store(parallel);
+}
+
+bool shares_openmp() { return openmp.load() != nullptr; }
+
 void run_phases(const std::vector<Phase>& phases, int threads) {
   Job job(phases, std::clamp(threads, 1, kMaxThreads));
   if (threads > 1 && pool().try_run(job)) return;
-  job.work(0);
+  job.join();
 }
 
 int worth(int threads, int64_t operations) {

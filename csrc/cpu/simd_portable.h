@@ -104,6 +104,16 @@ typedef int16_t Shorts __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
 
+// Shorts may wrap around on the way to a sum that fits.
+inline Shorts add(Shorts a, Shorts b) {
+  typedef uint16_t Wrapping __attribute__((vector_size(16)));
+  return reinterpret_cast<Shorts>(reinterpret_cast<Wrapping>(a) + reinterpret_cast<Wrapping>(b));
+}
+inline Ints add(Ints a, Ints b) { return a + b; }
+
+// Up to how many rows of activations weights are better multiplied as they lie than turned first.
+constexpr int kMostSliceRows = 2;
+
 inline Bytes repeat4(const char* p) {
   uint32_t x;
   std::memcpy(&x, p, 4);
@@ -122,16 +132,63 @@ inline Shorts pair_sums(Bytes w, Bytes x) {
 template <class V>
 inline void keep(V&) {}
 
+// The two shorts of each lane times those of `scale`, added up.
+inline Ints widen_pairs(Shorts v, Shorts scale) {
+  auto pairs = reinterpret_cast<Ints>(v), factors = reinterpret_cast<Ints>(scale);
+  return ((pairs << 16) >> 16) * ((factors << 16) >> 16) + (pairs >> 16) * (factors >> 16);
+}
 inline Ints widen_pairs(Shorts v) {
   auto pairs = reinterpret_cast<Ints>(v);
   return ((pairs << 16) >> 16) + (pairs >> 16);
 }
+
+// Byte i of each lane in both halves of the lane.
+inline Shorts byte_in_halves(Words v, int i) {
+  Words byte = (v >> (8 * i)) & 0xffu;
+  return reinterpret_cast<Shorts>(byte | byte << 16);
+}
+inline Shorts signed_byte_in_halves(Words v, int i) { return (byte_in_halves(v, i) << 8) >> 8; }
 
 // out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
 inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
   Words v[kLanes];
   for (int l = 0; l < kLanes; ++l) std::memcpy(&v[l], rows[l] + at, sizeof v[l]);
   for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<Bytes>(Words{v[0][j], v[1][j], v[2][j], v[3][j]});
+}
+
+// out[j]: the 16 bytes at rows[j] + at.
+inline void load_slices(const char* const* rows, int64_t at, Bytes* out) {
+  for (int j = 0; j < kLanes; ++j) std::memcpy(&out[j], rows[j] + at, sizeof out[j]);
+}
+
+// out[4s + j]: 0xff for each set bit among bits 16 s to 16 s + 15 of the 32 at rows[j] + at.
+inline void load_bits(const char* const* rows, int64_t at, Bytes* out) {
+  for (int i = 0; i < 8; ++i) {
+    uint32_t field;
+    std::memcpy(&field, rows[i % 4] + at, sizeof field);
+    for (int k = 0; k < 16; ++k) out[i][k] = (field >> (i / 4 * 16 + k)) & 1u ? 0xff : 0;
+  }
+}
+
+// 16 bytes behind each other as often as a vector holds them.
+inline Bytes repeat16(const char* p) {
+  Bytes v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// Of vectors that hold a stretch of 16 bytes per row: those of a, then of b, each half as long, its halves added.
+template <class V>
+inline V fold_longs(V a, V b) {
+  typedef uint64_t Longs __attribute__((vector_size(16)));
+  auto x = reinterpret_cast<Longs>(a), y = reinterpret_cast<Longs>(b);
+  return add(reinterpret_cast<V>(Longs{x[0], y[0]}), reinterpret_cast<V>(Longs{x[1], y[1]}));
+}
+// The same for stretches of 8 bytes: a lane per row.
+template <class V>
+inline V fold_words(V a, V b) {
+  auto x = reinterpret_cast<Words>(a), y = reinterpret_cast<Words>(b);
+  return add(reinterpret_cast<V>(Words{x[0], x[2], y[0], y[2]}), reinterpret_cast<V>(Words{x[1], x[3], y[1], y[3]}));
 }
 
 // table[i] for each byte i below 16.

@@ -97,11 +97,12 @@ def test_a_replay_has_the_bits_of_the_first_call(T: int, device: str) -> None:
 
 #: of the calls of the case table, what the short run replays; and what takes the interpreter minutes
 SHORT = {"gate/one_token", "gate/gemma4", "experts/decode", "experts/single", "experts/apart"}
-LONG = {"gate/many", "experts/prefill", "experts/q4_k_m_prefill"}
+LONG = {"gate/many", "experts/prefill"}
+IN_BLOCKS = {"experts/mixed", "experts/q4_k_m_decode"}
 REPLAYED = [
     pytest.param(case, id=case.id, marks=() if case.id in SHORT else pytest.mark.slow)
     for case in cases.CASES
-    if case.op in ("gate", "experts", "moe") and case.id not in LONG and not case.id.endswith("_both")
+    if case.op in ("gate", "experts", "moe") and case.id not in LONG and (not case.specs or case.id in IN_BLOCKS)
 ]
 
 

@@ -2,13 +2,17 @@
 //
 // Every buffer stands between guard bytes, every output is filled with NaN first, and every case runs on every
 // instruction set this machine has, with one, two and three threads, which must give the same bits.
+#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <thread>
 
 #include "harness.h"
+#include "pool.h"
 #include "training.h"
 
 using namespace moefuse;
@@ -258,9 +262,9 @@ void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, 
     for (int i = 0; i < 7; ++i) got[i] = std::make_unique<Buffer>(i == 1 ? Dtype::f32 : d, sizes[i]);
     auto out = [&](int i) { return i == 3 ? Output{} : got[i]->output(); };
     experts_backward({grad->tensor(), x->tensor(), z->tensor(), weights->tensor(),
-                      {gate_up->data(), d, 2 * I * H, H}, {}, {down->data(), d, H * I, I}, bias->tensor(), p.buckets(),
-                      p.inverse.data(), T, top_k, E, H, I, {Act::silu, 1, 1}, true, interleaved, out(0), out(1),
-                      out(2), out(3), out(4), out(5), out(6)},
+                      plain_weight(*gate_up, 2 * I * H, H), {}, plain_weight(*down, H * I, I), bias->tensor(),
+                      p.buckets(), p.inverse.data(), T, top_k, E, H, I, {Act::silu, 1, 1}, true, interleaved, out(0),
+                      out(1), out(2), out(3), out(4), out(5), out(6)},
                      threads);
     for (int i = 0; i < 7; ++i) {
       if (threads == 1) {
@@ -469,6 +473,69 @@ void test_concurrent_callers_and_fork() {
   check(product.agrees(2), "the parent goes on");
 }
 
+// A team as OpenMP keeps one: runs on its threads and comes back when the last of them has.
+int team_threads, team_calls;
+std::chrono::milliseconds team_delay;
+
+void run_on_team(void (*run)(void*), void* data, unsigned threads, unsigned) {
+  check(threads == 0, "the whole team is asked for");
+  ++team_calls;
+  std::vector<std::thread> team;
+  for (int i = 1; i < team_threads; ++i) team.emplace_back(run, data);
+  run(data);
+  for (auto& thread : team) thread.join();
+  std::this_thread::sleep_for(team_delay);
+}
+
+void test_openmp_team() {
+  Repeated product;
+  for (int size : {1, 2, 5}) {
+    context = "team of " + std::to_string(size);
+    team_threads = size, team_calls = 0, team_delay = {};
+    share_openmp(run_on_team);
+    check(product.agrees(3) && team_calls == 1, "the product is right and the team ran it");
+    check(product.agrees(1) && team_calls == 1, "one thread needs no team");
+
+    // Every task once, on workers below the number asked for.
+    std::vector<std::atomic<int>> runs(64);
+    std::atomic<bool> above{false};
+    share_openmp(run_on_team);
+    run_phases({{64, [&](int64_t task, int64_t, int worker) {
+                   runs[static_cast<size_t>(task)] += 1;
+                   std::this_thread::sleep_for(std::chrono::microseconds(200));  // so that all come to work
+                   if (worker < 0 || worker >= 2) above = true;
+                 }}},
+               2);
+    check(!above && std::all_of(runs.begin(), runs.end(), [](const auto& n) { return n == 1; }), "tasks and workers");
+  }
+
+  context = "late team";
+  team_threads = 2, team_calls = 0, team_delay = std::chrono::milliseconds(3);
+  share_openmp(run_on_team);
+  for (int n = 0; n < 40; ++n) check(product.agrees(2), "right on either kind of thread");
+  check(team_calls == 5, "a team that is late is left alone for 2, 4, 8, .. calls");
+
+  context = "fork with a team";
+  team_delay = {};
+  share_openmp(run_on_team);
+  pid_t child = fork();
+  if (child == 0) {
+    team_calls = 0;
+    _exit(product.agrees(3) && team_calls == 0 ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child has threads of its own");
+  check(shares_openmp(), "the parent keeps its team");
+
+  context = "libgomp";
+  if (void* library = dlopen("libgomp.so.1", RTLD_NOW)) {
+    share_openmp(reinterpret_cast<OpenMPParallel>(dlsym(library, "GOMP_parallel")));
+    for (int n = 0; n < 20; ++n) check(product.agrees(1 + n % 4), "the same bits on OpenMP's threads");
+  }
+  share_openmp(nullptr);
+}
+
 // Every 16-bit value comes back as it went in; halfway between two neighbours rounds to the even one.
 void test_conversions() {
   context = kernels().name + std::string(" conversions");
@@ -513,6 +580,7 @@ void test_unknown_isa() {
 int main() {
   test_plan();
   test_unknown_isa();
+  test_openmp_team();
   for (const std::string& isa : isas()) {
     set_isa(isa);
     test_conversions();

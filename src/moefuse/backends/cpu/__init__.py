@@ -54,4 +54,9 @@ def describe() -> dict[str, Any]:
     """Facts for ``moefuse info``."""
     if _native.core is None:
         return {}
-    return {"isa": _native.core.isa(), "isas": _native.core.isas(), "threads": _native.threads()}
+    return {
+        "isa": _native.core.isa(),
+        "isas": _native.core.isas(),
+        "threads": _native.threads(),
+        "shares torch's threads": _native.core.shares_openmp(),
+    }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.launch import INTERPRETED
+from moefuse.backends.triton.launch import INTERPRETED, block_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
+#: likewise with blocks that are read in words: a product of tiles takes them apart byte by byte
+FEW_TOKENS_IN_WORDS = 16
+
+
+def few_tokens(*formats: str) -> int:
+    """The most tokens whose assignments are matrix-vector products, by the formats of the stacks."""
+    return FEW_TOKENS_IN_WORDS if all(format == "Q4_K" for format in formats) else FEW_TOKENS
 
 
 def shared_limit(device: torch.device) -> int:
@@ -53,10 +60,11 @@ def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
         return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
     few = top_k <= 8
     if format == "Q4_K":  # read in words, ``k`` at a time
-        return Tile(1, 8, 2048, 4, 1), Tile(1, 4 if few else 1, 256, 4, 1)
+        return Tile(1, 8, 1024, 2, 1), Tile(1, 4 if few else 1, 256, 4, 1)
     if format:
         return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
-    return Tile(1, 8, 256, 4, 2), Tile(1, 4 if few else 2, 128, 8, 1)
+    # Fewer slots leave room for more columns of each.
+    return Tile(1, 8, 256, 4, 2), Tile(1, 4 if few else 2, 128 * max(1, 8 // block_of(top_k, 1)), 8, 1)
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
