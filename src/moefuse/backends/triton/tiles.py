@@ -105,7 +105,7 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
     """The tile for weights in blocks: k is the strip of 256 that all formats share; at least 64 columns, the height of
     a tensor core's left side.
     """
-    if rows_per_expert <= 16:
+    if rows_per_expert <= 16 or itemsize == 4:  # float32 products are written out, and compile by their size
         tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= 64:
         tile = Tile(64, 64, 256, 4, 2)
