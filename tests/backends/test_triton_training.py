@@ -6,6 +6,7 @@ from ops import oracle, test_seeds
 from ops.test_training import F16, agree, gradients, make, smooth
 
 import moefuse
+import moefuse.nn
 from moefuse import Activation
 from moefuse.testing import cases
 from moefuse.types import ACTIVATION_KINDS
@@ -129,3 +130,44 @@ def test_the_backward_rows_of_the_seeds(target, rng):
     test_seeds.test_moe_swiglu_seq_backward(target, rng, 3, 2, 16)
     test_seeds.test_moe_weighted_sum_seq_backward_outputs(target, rng, 3, 2, 16)
     test_seeds.test_moe_weighted_sum_seq_backward_weights(target, rng, 3, 2, 16)
+
+
+def test_steps_of_one_cuda_graph_are_those_of_eager_training(target):
+    """Forward, backward and optimizer step in one graph: no host sync, and replays train as calls do."""
+    if target[1] != "cuda":
+        pytest.skip("CUDA graphs need an NVIDIA GPU")
+    torch.manual_seed(0)
+    x, wanted = torch.randn(2, 64, 32, device="cuda")
+
+    def start():
+        torch.manual_seed(1)
+        block = moefuse.nn.MoE(32, 48, 4, moefuse.Routing(top_k=2), norm=True).cuda()
+        optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3, capturable=True)
+
+        def step():
+            optimizer.zero_grad()
+            loss = (block(x) - wanted).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return block, step
+
+    warm = 3
+    captured, step = start()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        first = [float(step()) for _ in range(warm)]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    for _ in range(40):
+        graph.replay()
+    assert float(loss) < 0.9 * first[0]
+    eager, step = start()
+    for _ in range(warm + 40):
+        step()
+    for name, value in eager.named_parameters():
+        assert torch.equal(value, captured.get_parameter(name)), name
