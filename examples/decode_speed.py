@@ -44,12 +44,12 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
 
 
 def stepper(model: torch.nn.Module, prompt: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Prefill, and a call that decodes one more token, the same ones for every implementation."""
+    """Prefill, and a call that decodes one more token of each prompt, the same ones for every implementation."""
     cache = model(input_ids=prompt, use_cache=True).past_key_values
-    tokens = iter(prompt.repeat(1, 1 + 1000 // prompt.shape[1])[0])
+    tokens = iter(prompt.repeat(1, 1 + 1000 // prompt.shape[1]).T)
 
     def step() -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=next(tokens).view(1, 1), past_key_values=cache, use_cache=True).logits
+        logits: torch.Tensor = model(input_ids=next(tokens).view(-1, 1), past_key_values=cache, use_cache=True).logits
         return logits
 
     return step
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {
         "layers": 4, "hidden": 2048, "experts": 128, "intermediate": 768, "top-k": 8, "heads": 32, "vocab": 4096,
-        "prompt": 32, "steps": 16, "rounds": 5, "threads": 0,
+        "batch": 1, "prompt": 32, "steps": 16, "rounds": 5, "threads": 0,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
@@ -74,7 +74,7 @@ def main() -> None:
     import moefuse.hf
 
     model = build(args, device, dtype)
-    prompt = torch.randint(0, args.vocab, (1, args.prompt), device=device)
+    prompt = torch.randint(0, args.vocab, (args.batch, args.prompt), device=device)
     contestants = [*args.against.split(","), "moefuse experts", "moefuse blocks"]
     times: dict[str, list[float]] = {name: [] for name in contestants}
     logits: dict[str, torch.Tensor] = {}
@@ -103,15 +103,17 @@ def report(
 ) -> None:
     best = min(statistics.median(times[name]) for name in contestants if not name.startswith("moefuse"))
     right = logits[contestants[0]]
-    print(f"{args.layers} layers of H={args.hidden}, E={args.experts}, I={args.intermediate}, top-{args.top_k}, "
-          f"{args.dtype}, {args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
+    print(
+        f"{args.layers} layers of H={args.hidden}, E={args.experts}, I={args.intermediate}, top-{args.top_k}, "
+        f"batch {args.batch}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     print("\n| experts | decode tokens/s | against the best stock one | logits differ by |\n|---|---|---|---|")
     for name in contestants:
         error = float((logits[name] - right).square().mean().sqrt() / right.square().mean().sqrt())
         middle = statistics.median(times[name])
         # In bfloat16 each path rounds in its own places, and a router between two experts may take either.
         wrong = error > (1e-4 if args.dtype == "float32" else 0.25)
-        figures = "wrong | wrong" if wrong else f"{1 / middle:.1f} | {best / middle:.2f}x"
+        figures = "wrong | wrong" if wrong else f"{args.batch / middle:.1f} | {best / middle:.2f}x"
         print(f"| {name} | {figures} | {error:.1e} |")
 
 

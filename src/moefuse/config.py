@@ -5,7 +5,9 @@ MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu,
                        or reference; read once
 MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
 CXX                    compiler of the Metal simulator; default g++
-XDG_CACHE_HOME         what the simulator compiles is kept in moefuse/msl below it; default ~/.cache
+MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, and what the
+                       Metal simulator compiles
+XDG_CACHE_HOME         without MOEFUSE_CACHE, that folder is moefuse below this one; default ~/.cache
 TRITON_INTERPRET       Triton's own: 1 runs its kernels in an interpreter on the processor
 ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX traps
 =====================  =======================================================================
@@ -37,8 +39,9 @@ def cxx() -> str:
 
 
 def cache() -> Path:
-    """Where compiled things that can be made again are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefuse"
+    """Where things that can be made again are kept."""
+    own = os.environ.get("MOEFUSE_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefuse"
 
 
 def triton_interpreted() -> bool:

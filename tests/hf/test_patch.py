@@ -76,6 +76,40 @@ def test_twice_is_once_and_unpatch_restores() -> None:
     assert not any("forward" in vars(module) or "_moefuse" in vars(module) for module in model.modules())
 
 
+def test_blocks_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[nn.Module] = []
+    real = blocks.block_of
+
+    def counted(block: nn.Module, *args: object) -> object:
+        looked.append(block)
+        return real(block, *args)
+
+    monkeypatch.setattr(blocks, "block_of", counted)
+    assert len(patch(tiny_model("qwen2_moe")).patched) == 2
+    assert len(looked) == 1
+    report = patch(tiny_model("phimoe"))
+    assert len(report.left_alone) == 2, "what is not understood is not looked into again either"
+    assert len(looked) == 2
+
+
+def test_blocks_that_differ_are_told_apart() -> None:
+    def change_attribute(block: nn.Module) -> None:
+        block.gate.norm_topk_prob = not block.gate.norm_topk_prob
+
+    def change_class(block: nn.Module) -> None:
+        block.__class__ = type("TwistedBlock", (Twisted, type(block)), {})
+
+    for change, count in ((change_attribute, 2), (change_class, 1)):
+        model = tiny_model("qwen3_moe")
+        change(model.model.layers[1].mlp)
+        model.set_experts_implementation("eager")
+        x = tokens()
+        with torch.no_grad():
+            want = model(input_ids=x).logits.double()
+            assert len(patch(model).patched) == count
+            assert difference(model(input_ids=x).logits, want).worst < 1e-5
+
+
 def test_new_weights_are_seen() -> None:
     model = tiny_model("qwen2_moe")
     patch(model)

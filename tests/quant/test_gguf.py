@@ -1,5 +1,6 @@
 """GGUF files: round trips, agreement with the gguf package, and what a damaged file does."""
 
+import mmap
 import struct
 import subprocess
 import sys
@@ -91,6 +92,22 @@ def test_experts_are_views_of_the_map(path: Path) -> None:
     file["torch.float32"].zero_()
     assert path.read_bytes() == before
     assert (file["torch.float32"] == 0).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may keep the pages")
+def test_released_pages_are_read_anew(tmp_path: Path) -> None:
+    made = {name: torch.arange(float(2**16)).view(2, -1) for name in ("a", "b", "c")}
+    write(tmp_path / "a.gguf", METADATA, made)
+    file = read(tmp_path / "a.gguf")
+    views = {name: file[name] for name in made}
+    for view in views.values():
+        view.zero_()
+    file.release("b")
+    assert not views["a"].any(), "neighbours keep what was written to them"
+    assert not views["c"].any()
+    whole_pages = mmap.PAGESIZE // 4
+    inner = slice(whole_pages, -whole_pages)
+    assert torch.equal(views["b"].flatten()[inner], made["b"].flatten()[inner])
 
 
 def test_the_map_outlives_file_and_name(path: Path) -> None:

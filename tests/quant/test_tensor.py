@@ -45,6 +45,13 @@ def test_dequantize(stack: QuantTensor) -> None:
     assert torch.equal(stack.dequantize(torch.float64).float(), whole)
 
 
+def test_dequantize_in_parts(stack: QuantTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = stack.dequantize()
+    monkeypatch.setattr(moefuse.quant.tensor, "_CHUNK", 4 * K)  # four rows, which do not divide six
+    assert torch.equal(stack.dequantize(), want)
+    assert torch.equal(stack[1].dequantize(torch.bfloat16), want[1].bfloat16())
+
+
 def test_printing_shows_no_numbers(stack: QuantTensor) -> None:
     assert repr(stack) == "QuantTensor(Q4_K, shape=[4, 6, 512], device=cpu, 6,912 bytes)"
     assert str(stack.exactly()).endswith("bytes, exact)")

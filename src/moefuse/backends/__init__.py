@@ -7,7 +7,9 @@ A backend is a package beside this file that offers
 * ``FORMATS``: the block formats its products take in a `QuantTensor`, which then stands in a weight's place;
 * ``unavailable()``: None, or one sentence that says why it cannot run on this machine;
 * ``describe()``: facts for ``moefuse info``;
-* optionally ``emulates()``: device types beyond its row's that it runs on when asked by name.
+* optionally ``emulates()``: device types beyond its row's that it runs on when asked by name;
+* optionally ``record(run, tensors)``: a function that does with other tensors, laid out like these, what ``run`` does
+  with these, for less; or None where it cannot. See `moefuse.ops.replay`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from moefuse.cli.check import check
 from moefuse.cli.gguf import gguf
 from moefuse.cli.info import info
 from moefuse.cli.run import run
+from moefuse.cli.tune import tune
 
 app = typer.Typer(
     name="moefuse",
@@ -22,6 +23,7 @@ app.command()(check)
 app.command()(bench)
 app.command()(gguf)
 app.command()(run)
+app.command()(tune)
 
 
 def main() -> None:

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moefuse import backends, config
 from moefuse.bench import case as bench_cases
 from moefuse.bench import inputs, machine, peers, report, shapes
 from moefuse.bench.result import Result
 from moefuse.bench.run import Options, bench_shape
+from moefuse.cli import options
 from moefuse.testing.cases import CASES
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-_DEFAULT_MODEL = "qwen3-30b-a3b"
 
 
 def bench(
     model: Annotated[
         str | None,
-        typer.Argument(help=f"One of {', '.join(shapes.names())}; without it, {_DEFAULT_MODEL}.", show_default=False),
+        typer.Argument(
+            help=f"One of {', '.join(shapes.names())}; without it, {options.DEFAULT_MODEL}.", show_default=False
+        ),
     ] = None,
     experts: Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")] = None,
     hidden: Annotated[int | None, typer.Option(help="hidden size,")] = None,
     intermediate: Annotated[int | None, typer.Option(help="intermediate size of one expert,")] = None,
     top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
     tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,512",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(options.DTYPES)}.")] = "bfloat16",
     weights: Annotated[
         str | None,
         typer.Option(
@@ -62,10 +60,10 @@ def bench(
     Every result is compared with float64 first; what is wrong gets no figure, and exit code 1 if it is ours.
     """
     sizes = (experts, hidden, intermediate, top_k)
-    options = Options(
-        dtype=_DTYPES[_known("--dtype", dtype, _DTYPES)],
-        device=_device(device),
-        backend=backend if backend is None else _known("--backend", backend, backends.names()),
+    settings = Options(
+        dtype=options.DTYPES[options.known("--dtype", dtype, options.DTYPES)],
+        device=options.device(device),
+        backend=backend if backend is None else options.known("--backend", backend, backends.names()),
         repeat=repeat,
         budget=budget,
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -73,30 +71,30 @@ def bench(
     )
     _refuse_output(json, plot, case)
     if training and plot is not None:
-        _stop("--plot", "it draws the forward alone; leave out --training")
+        options.stop("--plot", "it draws the forward alone; leave out --training")
     if training and weights is not None:
-        _stop("--weights", "experts in blocks are frozen; leave out --training")
+        options.stop("--weights", "experts in blocks are frozen; leave out --training")
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
-    capped = config.cap_onednn() if options.device.type == "cpu" else None
+    capped = config.cap_onednn() if settings.device.type == "cpu" else None
     busy = machine.busy()
     if threads is not None:
         torch.set_num_threads(threads)
     if case is not None:
         if model is not None or weights is not None or any(size is not None for size in sizes):
-            _stop("--case", "give a case or a model, not both")
+            options.stop("--case", "give a case or a model, not both")
         if training:
-            _stop("--training", "a case has no training step; give a model or sizes")
-        chosen = bench_cases.find(_known("--case", case, [known.id for known in CASES]))
-        if options.dtype not in chosen.dtypes:
-            _stop("--dtype", f"case {chosen.id} is not for {dtype}")
-        result = _run(lambda tick: bench_cases.bench_case(chosen, options, tick))
+            options.stop("--training", "a case has no training step; give a model or sizes")
+        chosen = bench_cases.find(options.known("--case", case, [known.id for known in CASES]))
+        if settings.dtype not in chosen.dtypes:
+            options.stop("--dtype", f"case {chosen.id} is not for {dtype}")
+        result = _run(lambda tick: bench_cases.bench_case(chosen, settings, tick))
     else:
-        counts, rivals = _tokens(tokens), [peers.load(name) for name in _peers(against)]
-        shape = _in_blocks(_shape(model, sizes), weights)
-        refusal = inputs.fits(shape, options.dtype, options.device)
+        counts, rivals = options.tokens(tokens), [peers.load(name) for name in _peers(against)]
+        shape = options.in_blocks(options.shape(model, sizes), weights)
+        refusal = inputs.fits(shape, settings.dtype, settings.device)
         if refusal is not None:
-            _stop("MODEL", refusal)
-        result = _run(lambda tick: bench_shape(shape, counts, rivals, options, tick))
+            options.stop("MODEL", refusal)
+        result = _run(lambda tick: bench_shape(shape, counts, rivals, settings, tick))
     result.notes += [note for note in (capped, busy) if note is not None]
     console = Console()
     # A pipe or a file has no width of its own, and a cut figure is worth nothing.
@@ -113,99 +111,31 @@ def bench(
         raise typer.Exit(1)
 
 
-def _stop(hint: str, message: str) -> NoReturn:
-    raise typer.BadParameter(message, param_hint=hint)
-
-
-def _known(hint: str, name: str, valid: Iterable[str]) -> str:
-    if name not in valid:
-        _stop(hint, f"{name!r} is not one of {', '.join(valid)}")
-    return name
-
-
-def _device(name: str | None) -> torch.device:
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name is None:
-        return torch.device("cuda" if found["cuda"] else "cpu")
-    kind = name.split(":")[0]
-    _known("--device", kind, found)
-    if not found[kind]:
-        _stop("--device", f"no {kind} device here; there are: {', '.join(k for k, here in found.items() if here)}")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        _stop("--device", f"{name!r} is not a device")
-
-
-def _tokens(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        _stop("--tokens", f"positive whole numbers with commas between, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def _peers(text: str) -> list[str]:
     asked = [part.strip() for part in text.split(",") if part.strip()]
-    return [] if asked == ["none"] else [_known("--against", name, peers.names()) for name in asked]
-
-
-def _shape(model: str | None, sizes: tuple[int | None, ...]) -> shapes.Shape:
-    given = [size for size in sizes if size is not None]
-    if not given:
-        try:
-            return shapes.find(model or _DEFAULT_MODEL)
-        except KeyError:
-            _stop("MODEL", f"{model!r} is not one of {', '.join(shapes.names())}")
-    if model is not None:
-        _stop("MODEL", "give a model or sizes, not both")
-    if len(given) != len(sizes):
-        _stop("sizes", "all of --experts, --hidden, --intermediate and --top-k are needed")
-    try:
-        return shapes.Shape("custom", experts=given[0], hidden=given[1], intermediate=given[2], top_k=given[3])
-    except ValueError as error:
-        _stop("sizes", str(error))
-
-
-def _in_blocks(shape: shapes.Shape, weights: str | None) -> shapes.Shape:
-    if weights is None:
-        return shape
-    specs = [part.strip() for part in weights.split(",")]
-    if len(specs) > 2:
-        _stop("--weights", f"one format, or one for gate_up and one for down, got {weights!r}")
-    try:
-        return shape.in_blocks(specs[0], specs[-1])
-    except ValueError as error:
-        _stop("--weights", str(error))
+    return [] if asked == ["none"] else [options.known("--against", name, peers.names()) for name in asked]
 
 
 def _refuse_output(json: Path | None, plot: Path | None, case: str | None) -> None:
     """Say what cannot be written before minutes are spent measuring it."""
     for hint, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
-            _stop(hint, f"there is no folder {path.parent} to write {path.name} into")
+            options.stop(hint, f"there is no folder {path.parent} to write {path.name} into")
     if plot is None:
         return
     if case is not None:
-        _stop("--plot", "it draws time against tokens, and a case has one size")
+        options.stop("--plot", "it draws time against tokens, and a case has one size")
     if plot.suffix.lower() != ".png":
-        _stop("--plot", f"the file must end in .png, got {plot}")
+        options.stop("--plot", f"the file must end in .png, got {plot}")
     missing = report.plot_unavailable()
     if missing is not None:
-        _stop("--plot", missing)
+        options.stop("--plot", missing)
 
 
 def _run(work: Callable[[Callable[[str, float], None]], Result]) -> Result:
-    with _progress() as tick:
+    with options.progress() as tick:
         try:
             return work(tick)
         except ValueError as error:
             # A backend that was asked for by name and cannot run says so when it is first selected.
-            _stop("--backend", str(error))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("starting", total=1.0)
-        yield lambda label, share: shown.update(task, description=label, completed=share)
+            options.stop("--backend", str(error))

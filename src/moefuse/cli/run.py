@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,14 +16,25 @@ from moefuse import config
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _SHADES = " ░▒▓█"
+#: the model in the box, which an install may lack, and what it continues
+_BOX = Path(__file__).parents[1] / "box" / "box.gguf"
+_BOX_PROMPT = "And it came to pass in those days, that"
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Directory of a transformers model.", show_default=False)],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Directory of a transformers model or a GGUF file; without it, the model in the box."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; the model in the box has one.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; auto is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"{', '.join(_DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
+    ] = "auto",
+    exact: Annotated[bool, typer.Option(help="GGUF: do not round activations to 8 bits; slower.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     compare: Annotated[bool, typer.Option(help="Also run the stock implementation: logits and speed.")] = False,
@@ -36,6 +48,10 @@ def run(
     """Continue a prompt with a mixture-of-experts model on moefuse, and say how fast."""
     if dtype not in _DTYPES:
         _stop("--dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
+    if model is None:
+        model, prompt = _box(), _BOX_PROMPT if prompt is None else prompt
+    elif prompt is None:
+        _stop("--prompt", "give the text to continue")
     if plot is not None:
         _refuse_plot(plot)
     if parallel == "experts" and (stats or plot is not None):
@@ -46,10 +62,15 @@ def run(
         config.cap_onednn()
     if threads is not None:
         torch.set_num_threads(threads)
-    network, tokenizer = _load(model, dtype, target, parallel)
+    network, tokenizer = _load(model, dtype, target, parallel, exact)
+    if compare:
+        _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
     tokens = _tokens(tokenizer, prompt, chat).to(target)
-    _run(console, network, tokenizer, tokens, max_tokens, against if compare else None, stats, plot)
+    if model == str(_BOX):
+        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
+    sampling = (temperature, seed)
+    _run(console, network, tokenizer, tokens, max_tokens, sampling, against if compare else None, stats, plot)
     if parallel is not None:
         torch.distributed.destroy_process_group()
 
@@ -60,6 +81,7 @@ def _run(
     tokenizer: Any,
     prompt: Tensor,
     max_tokens: int,
+    sampling: tuple[float, int],
     against: str | None,
     stats: bool,
     plot: Path | None,
@@ -83,7 +105,7 @@ def _run(
 
     report = hf.patch(model)
     warm_up()
-    ours = generate(model, tokenizer, prompt, max_tokens, show, to_the_end=against is not None)
+    ours = generate(model, tokenizer, prompt, max_tokens, show, *sampling, to_the_end=against is not None)
     console.print()
     rates("moefuse", ours)
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
@@ -98,10 +120,11 @@ def _run(
         with torch.no_grad():
             logits = model(input_ids=ours.tokens).logits.float()
             hf.unpatch(model)
+            hf.dequantize(model)
             _use(model, against)
             stock_logits = model(input_ids=ours.tokens).logits.float()
         warm_up()
-        stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, to_the_end=True)
+        stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, *sampling, to_the_end=True)
         rates(against, stock)
         largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
         decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
@@ -114,7 +137,13 @@ def _stop(hint: str, message: str) -> NoReturn:
     raise typer.BadParameter(message, param_hint=hint)
 
 
-def _load(path: str, dtype: str, device: torch.device, parallel: str | None) -> tuple[Any, Any]:
+def _box() -> str:
+    if not _BOX.is_file():
+        _stop("MODEL", "this install came without the model in the box: name a directory or a GGUF file")
+    return str(_BOX)
+
+
+def _load(path: str, dtype: str, device: torch.device, parallel: str | None, exact: bool) -> tuple[Any, Any]:
     try:
         from moefuse import hf
         from moefuse.hf.load import load
@@ -125,9 +154,11 @@ def _load(path: str, dtype: str, device: torch.device, parallel: str | None) -> 
     transformers_logging: Any = logging  # untyped
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with Console(stderr=True).status(f"loading {path}"):
+    # A GGUF file is loaded under a bar of its own.
+    waiting = nullcontext() if path.endswith(".gguf") else Console(stderr=True).status(f"loading {path}")
+    with waiting:
         try:
-            model, tokenizer = load(path, dtype=dtype, device=device, parallel=parallel)
+            model, tokenizer = load(path, dtype=dtype, device=device, parallel=parallel, exact=exact)
         except ValueError as error:
             _stop("MODEL", str(error))
     answer = hf.supports(model)
@@ -155,6 +186,25 @@ def _use(model: Any, implementation: str) -> None:
         model.set_experts_implementation(implementation)
     except ValueError as error:
         _stop("--against", str(error).splitlines()[0])
+
+
+def _refuse_compare(model: Any, device: torch.device) -> None:
+    """The stock implementations want the experts of a GGUF file as numbers, several times their size."""
+    from moefuse.hf.block_experts import dequantized_bytes
+
+    needed, free = dequantized_bytes(model), _free_memory(device)
+    if free is not None and needed > free:
+        _stop("--compare", f"the experts as numbers take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free; "
+              "leave --compare out")  # fmt: skip
+
+
+def _free_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")
+    if device.type != "cpu" or not known.exists():
+        return None
+    return int(known.read_text().split("MemAvailable:")[1].split()[0]) * 1024
 
 
 def _refuse_plot(plot: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moefuse import experts, gate
+from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation, restore_order, stacks_of
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
-from moefuse.nn.recognize import BlockRule, NotRecognized, block_of, layout_of, mlp_of
+from moefuse.nn.recognize import BlockRule, NotRecognized, block_of, layout_of, mlp_of, structure_of
 from moefuse.types import Activation
 
 # Older releases record through hooks of other names, which `_is_bare` sees.
@@ -75,7 +76,7 @@ def patch(model: nn.Module) -> PatchReport:
         raise TypeError(f"patch: model must be a torch module, got {type(model).__name__}")
     patched: list[str] = []
     left_alone: dict[str, str] = {}
-    rules: list[BlockRule] = []
+    seen: dict[Any, Any] = {}
     for path, _ in list(on_interface(model)):
         block_path = path.rpartition(".")[0]
         block: Any = model.get_submodule(block_path)
@@ -83,11 +84,10 @@ def patch(model: nn.Module) -> PatchReport:
             patched.append(block_path)
             continue
         try:
-            fused = _understand(block, rules)
+            fused = _understand(block, seen)
         except NotRecognized as reason:
             left_alone[block_path] = f"{type(block).__name__}: {reason}"
             continue
-        rules.append(fused.rule)
         block._moefuse = fused
         block.forward = functools.partial(_forward, block)  # a bound method would not pickle
         patched.append(block_path)
@@ -117,15 +117,30 @@ def _use_our_experts(model: Any) -> None:
         config._experts_implementation = NAME
 
 
-def _understand(block: nn.Module, likely: list[BlockRule]) -> _Fused:
+def _rules_of(block: nn.Module, seen: dict[Any, Any]) -> tuple[BlockRule, Activation | None]:
+    """The rules of a block and of its shared expert; one of a structure that was ``seen`` is not run again."""
+    structure = structure_of(block)
+    if structure not in seen:
+        known = [found[0] for found in seen.values() if not isinstance(found, NotRecognized)]
+        try:
+            rule = block_of(block, known)
+            seen[structure] = rule, None if rule.shared is None else mlp_of(block.get_submodule(rule.shared))
+        except NotRecognized as reason:
+            seen[structure] = reason
+    found = seen[structure]
+    if isinstance(found, NotRecognized):
+        raise found
+    return found  # type: ignore[no-any-return]  # the other kind of value
+
+
+def _understand(block: nn.Module, seen: dict[Any, Any]) -> _Fused:
     module = block.get_submodule("experts") if isinstance(getattr(block, "experts", None), nn.Module) else None
     activation = None if module is None else known_activation(module)
     if module is not None and activation is None:
         raise NotRecognized("the gate of its experts is not one of ours")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("its experts are normed before they are summed")
-    rule = block_of(block, likely)
-    shared = None if rule.shared is None else mlp_of(block.get_submodule(rule.shared))
+    rule, shared = _rules_of(block, seen)
     parts = []
     for path, part in block.named_modules():
         if path and not (shared is None and rule.shared is not None and path.startswith(rule.shared)):
@@ -183,7 +198,9 @@ def _may_fuse(block: Any, fused: _Fused, hidden_states: Tensor) -> bool:
     """Nothing looks at the block's parts, and they are still what was understood."""
     if block.training and not fused.rule.same_in_training:
         return False
-    if hidden_states.dtype != block.experts.down_proj.dtype or hidden_states.dtype == torch.float64:
+    module, dtype = block.experts, hidden_states.dtype
+    fits = module.takes(dtype) if isinstance(module, BlockExperts) else dtype == module.down_proj.dtype
+    if not fits or dtype == torch.float64:
         return False
     return not _recording_routers() and all(_is_bare(*part) for part in fused.parts)
 

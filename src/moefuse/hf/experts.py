@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moefuse import combine, experts, grouped_linear, plan
+from moefuse.hf.block_experts import BlockExperts, Stacks
 from moefuse.nn.recognize import activation_of, layout_of
 from moefuse.types import Activation
-
-
-class Stacks(NamedTuple):
-    """An experts module's weights as the ops take them: ``[E, 2I or I, H]`` and ``[E, H, I]``, and their biases."""
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -54,6 +46,8 @@ def refuse_fp8(module: nn.Module, *_: Any, **__: Any) -> Tensor:
 
 def stacks_of(module: Any) -> Stacks:
     """The module's own tensors; a stack that is kept as [E, in, out] comes as a transposed view."""
+    if isinstance(module, BlockExperts):
+        return module.stacks()
     gate_up = module.gate_up_proj if module.has_gate else module.up_proj
     down = module.down_proj
     if module.is_transposed:
@@ -100,7 +94,7 @@ def known_activation(module: nn.Module) -> Activation | None:
 def _activation_fields(module: nn.Module) -> tuple[Any, ...] | None:
     """Plain values, which torch.compile can take as constants of the traced program."""
     if module not in _ACTIVATIONS:
-        found = activation_of(module)
+        found = module.activation if isinstance(module, BlockExperts) else activation_of(module)
         _ACTIVATIONS[module] = None if found is None else dataclasses.astuple(found)
     return _ACTIVATIONS[module]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moefuse.hf.gguf import from_gguf
 from moefuse.hf.register import NAME
 
 
@@ -16,16 +17,22 @@ def load(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     parallel: str | None = None,
+    exact: bool = False,
 ) -> tuple[Any, Any]:
     """A causal language model on our experts, in eval mode, and its tokenizer.
 
     Args:
-        path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it.
-        dtype: of the weights; "auto" is the checkpoint's own.
+        path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it, or a GGUF file.
+        dtype: of the weights; "auto" is the checkpoint's own, and bfloat16 for what a GGUF file has beside experts.
         device: where it runs.
         parallel: "tensor" or "experts": split over the ranks that ``torchrun`` started.
+        exact: of a GGUF file's experts, see `from_gguf`.
     """
     folder = Path(path)
+    if folder.suffix == ".gguf" or folder.is_file():
+        if parallel is not None:
+            raise ValueError("a GGUF file is not split over ranks: give the directory of a transformers model")
+        return from_gguf(folder, dtype=dtype, device=device, exact=exact)
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,12 +50,13 @@ def load(
 
 
 def _check(folder: Path) -> None:
-    if folder.suffix == ".gguf":
-        raise ValueError(f"{folder} is a GGUF file: give the directory of a transformers model")
     if not folder.exists():
         fetch = f"; a model of the hub is fetched with: hf download {folder} --local-dir DIRECTORY"
         raise ValueError(f"there is no {folder}{fetch if len(folder.parts) == 2 and not folder.is_absolute() else ''}")
     if not (folder / "config.json").is_file():
+        inside = sorted(folder.glob("*.gguf"))
+        if inside:
+            raise ValueError(f"{folder} holds GGUF files: give one of them, such as {inside[0]}")
         raise ValueError(f"{folder} holds no config.json: give the directory of a transformers model")
     # Without files transformers makes up an empty tokenizer.
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):

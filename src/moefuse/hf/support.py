@@ -10,6 +10,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation
 
 
@@ -47,10 +48,11 @@ def interface_of(module: nn.Module) -> ExpertsInterface | None:
 
 
 def on_interface(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Paths and experts modules that ``experts_implementation="moefuse"`` reaches."""
+    """Paths and experts modules that ``experts_implementation="moefuse"`` reaches, and those that have no other."""
     for path, module in model.named_modules():
         interface = interface_of(module)
-        if interface is not None and not isinstance(interface, FP8ExpertsInterface):
+        reached = interface is not None and not isinstance(interface, FP8ExpertsInterface)
+        if reached or isinstance(module, BlockExperts):
             yield path, module
 
 
@@ -75,13 +77,15 @@ def supports(model: nn.Module) -> Support:
         kinds = ", ".join(dict.fromkeys(f"{module.kind}: {module.reason}" for module in refused))
         return Support(False, f"{name}: {len(refused)} of {len(modules)} experts modules cannot run: {kinds}", modules)
     kinds = ", ".join(dict.fromkeys(module.kind for module in modules))
-    return Support(True, f"{name} has {len(modules)} experts modules ({kinds}), all on the interface", modules)
+    return Support(True, f"{name} has {len(modules)} experts modules ({kinds}), and moefuse computes them all", modules)
 
 
 def _judge(model: nn.Module) -> Iterator[ModuleSupport]:
     for path, module in model.named_modules():
         kind, interface = type(module).__name__, interface_of(module)
-        if isinstance(interface, FP8ExpertsInterface):
+        if isinstance(module, BlockExperts):
+            yield ModuleSupport(path, kind, True, "in GGUF blocks")
+        elif isinstance(interface, FP8ExpertsInterface):
             yield ModuleSupport(path, kind, False, "its weights are FP8")
         elif interface is not None:
             how = "fused" if known_activation(module) is not None else "our products around the module's own gate"

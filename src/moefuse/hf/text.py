@@ -16,7 +16,7 @@ from moefuse.hf.support import on_interface
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, greedily, and how fast; ``tokens`` are those of the prompt and of the answer."""
+    """What was generated, and how fast; ``tokens`` are those of the prompt and of the answer."""
 
     text: str
     tokens: Tensor
@@ -60,20 +60,28 @@ def generate(
     prompt: Tensor,
     max_tokens: int,
     show: Callable[[str], None],
+    temperature: float = 0.0,
+    seed: int = 0,
     *,
     to_the_end: bool = False,
 ) -> Generation:
-    """Continue ``prompt`` ``[1, T]`` greedily, handing text to ``show`` as it comes.
+    """Continue ``prompt`` ``[1, T]``, handing text to ``show`` as it comes.
 
+    ``temperature`` 0 takes the likeliest token each time; any other draws from all of them, from ``seed`` on.
     ``to_the_end`` writes all ``max_tokens``, also past the model's own end.
     """
     clock = _Clock(tokenizer, show)
-    least = {"min_new_tokens": max_tokens} if to_the_end else {}
+    options: dict[str, Any] = {"min_new_tokens": max_tokens} if to_the_end else {}
+    if temperature > 0:
+        torch.manual_seed(seed)
+        options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    else:
+        options["do_sample"] = False
     with torch.no_grad():
         tokens = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, streamer=clock,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, streamer=clock,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            **least,
+            **options,
         )  # fmt: skip
     started, first, *_ = clock.times  # the streamer is given the prompt first
     written = tokens.shape[1] - prompt.shape[1]

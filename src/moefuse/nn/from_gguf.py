@@ -136,26 +136,28 @@ class _Layer:
         return found.dequantize() if isinstance(found, QuantTensor) else found.float()
 
 
+def read_experts(file: GGUFFile, layer: int) -> dict[str, Tensor | QuantTensor]:
+    """The stacks of a layer and their biases, by their names in `moefuse.nn.MoE`; gate and up may come apart."""
+    at = _layer(file, layer)
+    return _stacks(at, *file.infos[at.prefix + "ffn_gate_inp.weight"].shape)
+
+
 def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Tensor | QuantTensor]]:
     """Arguments of `moefuse.nn.MoE`, and its tensors by name; gate and up may come apart."""
-    family, layers = _family(file), expert_layers(file)
-    if layer not in layers:
-        if any(re.search(r"ffn_gate\.\d+\.weight", name) for name in file):
-            raise ValueError("from_gguf: experts must be stacked, got a file from before 2024-04 with one tensor each")
-        known = f"layers {layers[0]} to {layers[-1]} do" if layers else "no layer of this file does"
-        raise ValueError(f"from_gguf: layer must have experts ({known}), got {layer}")
-    at = _Layer(file, layer)
+    family, at = _family(file), _layer(file, layer)
     router = at.plain("ffn_gate_inp.weight", None, None)
     assert router is not None
     E, H = router.shape
-    down = at.need("ffn_down_exps.weight", E, H, None)
-    I = down.shape[2]
-    tensors: dict[str, Any] = {"router": router, "down": down}
-    joined = at.take("ffn_gate_up_exps.weight", E, 2 * I, H)
-    tensors["gate_up"] = at.need("ffn_gate_exps.weight", E, I, H) if joined is None else joined
-    if joined is None:
-        tensors["up"] = at.need("ffn_up_exps.weight", E, I, H)
-    tensors |= _small(at, E, H, I, joined is not None)
+    tensors: dict[str, Any] = {"router": router} | _stacks(at, E, H)
+    I = tensors["down"].shape[2]
+    per_expert = {
+        "logit_bias": "ffn_gate_inp.bias", "selection_bias": "exp_probs_b.bias",
+        "per_expert_scale": "ffn_down_exps.scale",
+    }  # fmt: skip
+    for name, stored in per_expert.items():
+        value = at.plain(stored, E)
+        if value is not None:
+            tensors[name] = value
     if file.architecture == "gemma4":
         tensors |= _gemma4(at, router)
     width = _shared(at, H, tensors)
@@ -181,23 +183,36 @@ def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Te
     return options, tensors
 
 
-def _small(at: _Layer, E: int, H: int, I: int, joined: bool) -> dict[str, Tensor]:
-    """Biases and factors."""
-    found = {
-        "logit_bias": at.plain("ffn_gate_inp.bias", E),
-        "selection_bias": at.plain("exp_probs_b.bias", E),
-        "per_expert_scale": at.plain("ffn_down_exps.scale", E),
-        "down_bias": at.plain("ffn_down_exps.bias", E, H),
-    }
-    if joined:
-        found["gate_up_bias"] = at.plain("ffn_gate_up_exps.bias", E, 2 * I)
+def _layer(file: GGUFFile, layer: int) -> _Layer:
+    layers = expert_layers(file)
+    if layer not in layers:
+        if any(re.search(r"ffn_gate\.\d+\.weight", name) for name in file):
+            raise ValueError("from_gguf: experts must be stacked, got a file from before 2024-04 with one tensor each")
+        known = f"layers {layers[0]} to {layers[-1]} do" if layers else "no layer of this file does"
+        raise ValueError(f"from_gguf: layer must have experts ({known}), got {layer}")
+    return _Layer(file, layer)
+
+
+def _stacks(at: _Layer, E: int, H: int) -> dict[str, Tensor | QuantTensor]:
+    """The experts' weights and biases."""
+    down = at.need("ffn_down_exps.weight", E, H, None)
+    I = down.shape[2]
+    found: dict[str, Tensor | QuantTensor] = {"down": down}
+    joined = at.take("ffn_gate_up_exps.weight", E, 2 * I, H)
+    bias: Tensor | None = None
+    if joined is not None:
+        found["gate_up"] = joined
+        bias = at.plain("ffn_gate_up_exps.bias", E, 2 * I)
     else:
+        found["gate_up"] = at.need("ffn_gate_exps.weight", E, I, H)
+        found["up"] = at.need("ffn_up_exps.weight", E, I, H)
         halves = [at.plain(f"ffn_{part}_exps.bias", E, I) for part in ("gate", "up")]
         if halves[0] is not None and halves[1] is not None:
-            found["gate_up_bias"] = torch.cat((halves[0], halves[1]), 1)
-    if (found.get("gate_up_bias") is None) != (found["down_bias"] is None):
+            bias = torch.cat((halves[0], halves[1]), 1)
+    down_bias = at.plain("ffn_down_exps.bias", E, H)
+    if (bias is None) != (down_bias is None):
         raise ValueError(f"from_gguf: {at.prefix}: gate, up and down must all have biases or none, got some")
-    return {name: value for name, value in found.items() if value is not None}
+    return found if bias is None or down_bias is None else found | {"gate_up_bias": bias, "down_bias": down_bias}
 
 
 def _gemma4(at: _Layer, router: Tensor) -> dict[str, Tensor]:

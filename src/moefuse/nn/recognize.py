@@ -7,6 +7,7 @@ every clamp, scores near zero, selection biases larger than the scores. What no 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -84,6 +85,18 @@ def _activations(owner: nn.Module, gated: bool) -> Iterator[Activation]:
                 yield Activation(kind, gated, alpha=alpha, limit=limit)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Probes are small: a second thread gains nothing, and where other processes hold the cores it costs twentyfold."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def mlp_of(mlp: nn.Module) -> Activation | None:
     """The activation of ``down_proj(act(gate_proj(x)) * up_proj(x))`` or its ungated form; None for anything else."""
     linears = {name: child for name, child in mlp.named_children() if isinstance(child, nn.Linear)}
@@ -141,10 +154,45 @@ class BlockRule:
         return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
 
 
+def structure_of(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for two blocks that differ in the numbers of their tensors only: what one computes, the other does.
+
+    An attribute that is neither a plain value nor shared by the two sets them apart, and so does a layer's own number.
+    """
+    return tuple((path, type(module), *_structure(path, module)) for path, module in block.named_modules())
+
+
+_NO_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _structure(path: str, module: Any) -> tuple[Any, ...]:
+    own = {name: value for name, value in vars(module).items() if name not in _NO_STRUCTURE}
+    if path == "experts":  # of which a block knows the sizes, not the weights
+        numbers = tuple((name, value) for name, value in own.items() if isinstance(value, (int, float)))
+        stack = getattr(module, "down_proj", None)
+        return numbers, stack.shape[
+            : 3 if getattr(module, "is_transposed", False) else 2
+        ] if stack is not None else None
+    tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return (
+        tuple((name, value.shape, value.dtype) for name, value in tensors),
+        tuple((name, _plain(value)) for name, value in own.items()),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (int, float, str, type, type(None))):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_plain, value))
+    return id(value)
+
+
 # Small biases decide between near scores; large ones push keys below zero, where a rule that fills with 0 shows.
 _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
+@_one_thread()
 def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
     """Recognise a block; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(block)

@@ -135,6 +135,13 @@ def prepare_out(
     given = (*inputs, out, normed_out)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         raise ValueError(f"{op}: out= has no gradients; call under torch.no_grad() or without out")
+    return fresh_out(tail, T, like, out, normed_out)
+
+
+def fresh_out(
+    tail: Tail, T: int, like: Tensor, out: Tensor | None, normed_out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Both outputs, the one that was not given allocated."""
     if out is None:
         out = like.new_empty((T, like.shape[-1]), dtype=out_dtype(tail, like))
     if tail.norm_weight is not None and normed_out is None:

@@ -1,4 +1,4 @@
-"""experts: the whole expert MLP of a layer; moe: router included."""
+"""experts: the whole expert MLP of a layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.ops import replay
 from moefuse.ops.activation import activation_of, check_activation, check_layout, flatten, glu, glu_reference
 from moefuse.ops.checks import (
     INTEGERS,
@@ -17,16 +18,15 @@ from moefuse.ops.checks import (
     check_weight,
     widen,
 )
-from moefuse.ops.combine import Tail, check_tail, combine, combine_reference, out_dtype, prepare_out
+from moefuse.ops.combine import Tail, check_tail, combine, combine_reference, fresh_out, out_dtype, prepare_out
 from moefuse.ops.experts_training import EXPERTS_SCHEMA, experts_saving, mask
-from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
 from moefuse.ops.library import define
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
 from moefuse.ops.select import select
 from moefuse.quant.tensor import QuantTensor, unwrap, wrap
-from moefuse.types import MAX_EXPERTS, Activation, Plan, Routing
+from moefuse.types import MAX_EXPERTS, Activation, Plan
 
 Weight = Tensor | QuantTensor
 
@@ -79,13 +79,22 @@ def experts(
     >>> experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), gate_up, down, activation="relu")
     tensor([[ 1., 10.]])
     """
-    activation = check_activation("experts", activation)
-    first, up = _apart(gate_up)
+    first, up = apart(gate_up)
+    stacks, specs = unwrap_all(first, up, down)
+    tensors = (
+        x, ids, weights, *stacks, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual, norm_weight,
+        out, normed_out,
+    )  # fmt: skip
+    facts = ("experts", specs, backend, activation, layout, eps, type(eps))
+    call = replay.sight(facts, tensors) if plan is None else None
+    if call is not None and call.known is not None:
+        again: Tensor | tuple[Tensor, Tensor] = replay.repeat(run, call, tensors)
+        return again
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
+    activation = check_activation("experts", activation)
     check_stacks("experts", x, first, up, down, activation, gate_up_bias, down_bias, layout)
     check("experts", x, ids, weights, down.shape[0], plan)
     check_tail("experts", tail, x.shape[0], x)
-    stacks, specs = zip(*map(unwrap, (first, up, down)), strict=True)
     inputs = (x, weights, *stacks, gate_up_bias, down_bias, *tail[:5])
     tracked = False
     if out is None and normed_out is None:
@@ -106,85 +115,40 @@ def experts(
     )  # fmt: skip
     if out is not None:
         _experts_out(*args, out, normed_out, *specs, backend)
+        replay.admit(call)
         return out if normed_out is None else (out, normed_out)
     summed, normed = experts_saving(*args, backend) if tracked else _experts(*args, *specs, backend)
+    replay.admit(call)
     return summed if norm_weight is None else (summed, normed)
 
 
-def moe(
-    x: Tensor,
-    router: Tensor,
-    gate_up: Weight | tuple[Weight, Weight],
-    down: Weight,
-    routing: Routing,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    bias: Tensor | None = None,
-    logit_bias: Tensor | None = None,
-    per_expert_scale: Tensor | None = None,
-    activation: str | Activation = "silu",
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    layout: str = "halves",
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    shared_logit: Tensor | None = None,
-    residual: Tensor | None = None,
-    next_norm_weight: Tensor | None = None,
-    next_eps: float = 1e-6,
-    out: Tensor | None = None,
-    normed_out: Tensor | None = None,
-    backend: str | None = None,
+def run(
+    facts: tuple[Any, ...], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, up: Any, down: Tensor, *rest: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The whole block: norm, router, experts, combine and tail; `gate` followed by `experts`.
-
-    Args:
-        x: ``[T, H]``.
-        router: ``[E, H]``.
-        gate_up, down, activation, gate_up_bias, down_bias, layout: the experts, as in `experts`.
-        routing, norm_weight, eps, bias, logit_bias, per_expert_scale: the router, as in `gate`. With ``norm_weight``
-            the experts, too, see the normed x.
-        shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `combine`.
-        next_norm_weight, next_eps: the tail's norm.
-        backend: see `moefuse.ops.select`.
-
-    Returns:
-        ``[T, H]``, or ``(out, normed)`` when ``next_norm_weight`` is given.
-
-    >>> x = torch.tensor([[1.0, 2.0]])
-    >>> gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]).repeat(2, 1, 1)
-    >>> down = torch.tensor([[[1.0], [10.0]], [[2.0], [20.0]]])
-    >>> router = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
-    >>> moe(x, router, gate_up, down, Routing(top_k=1), activation="relu", residual=x)
-    tensor([[ 5., 42.]])
-    """
-    # What gate does not look at is checked before gate runs.
-    first, up = _apart(gate_up)
-    tail = Tail(shared, shared_gate, shared_logit, residual, next_norm_weight, next_eps)
-    check_stacks("moe", x, first, up, down, check_activation("moe", activation), gate_up_bias, down_bias, layout)
-    check_tail("moe", tail, x.shape[0], x)
-    if out is not None or normed_out is not None:
-        stacks = (unwrap(stack)[0] for stack in (first, up, down))
-        inputs = (x, router, norm_weight, per_expert_scale, *stacks, gate_up_bias, down_bias, *tail[:5])
-        out, normed_out = prepare_out("moe", tail, x.shape[0], x, out, normed_out, inputs)
-    weights, ids, normed = gate(
-        x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
-        per_expert_scale=per_expert_scale, return_normed=True, backend=backend,
-    )  # fmt: skip
-    return experts(
-        normed, ids, weights, gate_up, down, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias,
-        layout=layout, shared=shared, shared_gate=shared_gate, shared_logit=shared_logit, residual=residual,
-        norm_weight=next_norm_weight, eps=next_eps, out=out, normed_out=normed_out, backend=backend,
-    )  # fmt: skip
+    """What a call without a plan that passed the checks does."""
+    _, specs, backend, activation, layout, eps, _ = facts
+    *biases, shared, shared_gate, shared_logit, residual, norm_weight, out, normed_out = rest
+    tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
+    out, normed_out = fresh_out(tail, x.shape[0], x, out, normed_out)
+    stacks = map(wrap, (gate_up, up, down), specs)
+    select("experts", x, backend, specs).run(
+        x, ids, weights, *stacks, *biases, None, None, None, *tail, Activation.of(activation), layout, out, normed_out
+    )
+    return out if normed_out is None else (out, normed_out)
 
 
-def _apart(gate_up: Any) -> tuple[Any, Any]:
+def apart(gate_up: Any) -> tuple[Any, Any]:
     if not isinstance(gate_up, tuple):
         return gate_up, None
     if len(gate_up) != 2:
         raise ValueError(f"experts: gate_up must be one tensor or (gate, up), got a tuple of {len(gate_up)}")
     return gate_up
+
+
+def unwrap_all(gate_up: Any, up: Any, down: Any) -> tuple[tuple[Any, Any, Any], tuple[str | None, ...]]:
+    """The three stacks as an op's schema carries them, and their formats."""
+    (gate_up, first), (up, second), (down, third) = unwrap(gate_up), unwrap(up), unwrap(down)
+    return (gate_up, up, down), (first, second, third)
 
 
 def check(op: str, x: Any, ids: Any, weights: Any, num_experts: int, plan: Any) -> None:

@@ -15,13 +15,16 @@ _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bo
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
 
 
-def untraced(args: tuple[Any, ...]) -> bool:
-    """Whether no tracing and no transform watches a call with these arguments."""
+def unwatched() -> bool:
+    """Whether no tracing and no transform is under way."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    return _PLAIN_TYPES.issuperset(map(type, args))
+    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+
+
+def untraced(args: tuple[Any, ...]) -> bool:
+    """Whether no tracing and no transform watches a call with these arguments."""
+    return unwatched() and _PLAIN_TYPES.issuperset(map(type, args))
 
 
 def _is_plain_eager(args: tuple[Any, ...]) -> bool:

@@ -23,6 +23,8 @@ _log = logging.getLogger("moefuse")
 
 #: op name -> reference, filled by the op pages
 REFERENCES: dict[str, Callable[..., Any]] = {}
+#: what else rests on a choice and goes when choices are forgotten
+FORGET: list[Callable[[], Any]] = []
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,5 @@ def forget() -> None:
     config.backend.cache_clear()
     _resolve.cache_clear()
     _chosen.cache_clear()
+    for drop in FORGET:
+        drop()

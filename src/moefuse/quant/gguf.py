@@ -102,8 +102,9 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
         infos: what is known of each tensor, those in formats that cannot be read too.
     """
 
-    def __init__(self, path: Path, metadata: dict[str, Any], infos: dict[str, TensorInfo], maps: list[Tensor]) -> None:
-        self.path, self.metadata, self.infos, self._maps = path, metadata, infos, maps
+    def __init__(self, path: Path, metadata: dict[str, Any], infos: dict[str, TensorInfo], maps: list[Tensor],
+                 regions: list[mmap.mmap]) -> None:  # fmt: skip
+        self.path, self.metadata, self.infos, self._maps, self._regions = path, metadata, infos, maps, regions
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +134,17 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
         aligned = data if info.offset % dtype.itemsize == 0 else data.clone()
         return aligned.view(dtype).view(info.shape)
 
+    def release(self, name: str) -> None:
+        """Give the memory of a tensor's pages back, for a reader that has its own copy; views of it read the file anew.
+
+        What was written to such a view is lost.
+        """
+        info, region = self.infos[name], self._regions[self.infos[name].part]
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            region.madvise(mmap.MADV_DONTNEED, first, length)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.infos)
 
@@ -155,28 +167,29 @@ def read(path: str | os.PathLike[str]) -> GGUFFile:
     tensor(6.)
     """
     path = Path(path)
-    metadata, infos, data = _map(path)
+    metadata, infos, data, region = _map(path)
     count = metadata.get("split.count", 1)
     if type(count) is not int or count < 0:
         raise ValueError(f"gguf: {path.name}: split.count must be a number of files, got {count!r}")
     if count < 2:
-        return GGUFFile(path, metadata, infos, [data])
+        return GGUFFile(path, metadata, infos, [data], [region])
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
     if match is None or int(match[2]) != count:
         rule = f"the first of its {count} files, named NAME-00001-of-{count:05}.gguf"
         raise ValueError(f"gguf: {path.name}: must be {rule}")
-    maps = [data]
+    maps, regions = [data], [region]
     for part in range(1, count):
-        _, more, data = _map(path.with_name(f"{match[1]}-{part + 1:05}-of-{match[2]}.gguf"))
+        _, more, data, region = _map(path.with_name(f"{match[1]}-{part + 1:05}-of-{match[2]}.gguf"))
         twice = infos.keys() & more.keys()
         if twice:
             raise ValueError(f"gguf: {path.name}: parts must not share tensors, got {min(twice)!r} twice")
         infos |= {name: replace(info, part=part) for name, info in more.items()}
         maps.append(data)
-    return GGUFFile(path, metadata, infos, maps)
+        regions.append(region)
+    return GGUFFile(path, metadata, infos, maps, regions)
 
 
-def _map(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], Tensor]:
+def _map(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], Tensor, mmap.mmap]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -189,7 +202,7 @@ def _map(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], Tensor]:
         metadata, infos = _Header(mapped, size).read()
     except ValueError as error:
         raise ValueError(f"gguf: {path.name}: {error}") from None
-    return metadata, infos, torch.frombuffer(mapped, dtype=torch.uint8)
+    return metadata, infos, torch.frombuffer(mapped, dtype=torch.uint8), mapped
 
 
 class _Header:

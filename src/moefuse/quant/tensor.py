@@ -12,6 +12,8 @@ from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
 _EXACT = ":exact"
+# Values unpacked at a time: the float32 steps in between stay within a dozen MB, which caches can hold.
+_CHUNK = 2**20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,11 +101,16 @@ class QuantTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, in a tensor of their own: several times the memory of the blocks."""
-        if self.blocks.dim() < 3:
+        if self.blocks.dim() < 2:
             return unpack(self.blocks, self.format).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        for e in range(len(self)):
-            out[e] = self[e].dequantize(dtype)
+        if self.blocks.dim() > 2:
+            for e in range(len(self)):
+                out[e] = self[e].dequantize(dtype)
+            return out
+        rows = max(_CHUNK // max(out.shape[1], 1), 1)
+        for start in range(0, out.shape[0], rows):
+            out[start : start + rows] = unpack(self.blocks[start : start + rows], self.format)
         return out
 
     def __repr__(self) -> str:

@@ -65,8 +65,12 @@ def _ops() -> dict[str, Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    """``OPS`` imports triton, so it is made when first asked for."""
-    if name != "OPS":
+    """``OPS`` and ``record`` import triton, so they are made when first asked for."""
+    if name == "OPS":
+        found: Any = _ops()
+    elif name == "record":
+        found = importlib.import_module(f"{__name__}.recording").record
+    else:
         raise AttributeError(name)
-    globals()["OPS"] = found = _ops()
+    globals()[name] = found
     return found

@@ -154,3 +154,68 @@ def decode_runs(row_ptr, start, run, K, FORMAT: tl.constexpr):
         block = (start + 32 * run) // 32
         found = _decode(row_ptr + tl.where(inside, block, 0) * _nbytes(FORMAT), tl.zeros_like(run), FORMAT)
         return tl.where(inside[:, None], found, 0.0)
+
+
+@triton.jit
+def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS * 64 values of A rows from ``start`` on, as `q4_k_products` multiplies them: eight [A, GROUPS, 1, 8].
+
+    The first four are bytes 0 to 3 of words of low halves, values 64 * group + 4 * word + byte; the others 32 further.
+    """
+    at = start + tl.arange(0, GROUPS * 64)
+    x = tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
+    x = tl.permute(tl.reshape(x, [A, GROUPS, 2, 8, 2, 2]), [0, 1, 3, 2, 4, 5])
+    even, odd = tl.split(x)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    a0, b0 = tl.split(first)
+    a1, b1 = tl.split(second)
+    a2, b2 = tl.split(third)
+    a3, b3 = tl.split(fourth)
+    return (
+        a0[:, :, None, :], a1[:, :, None, :], a2[:, :, None, :], a3[:, :, None, :],
+        b0[:, :, None, :], b1[:, :, None, :], b2[:, :, None, :], b3[:, :, None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, GROUPS: tl.constexpr):
+    """``row_ptr`` [A, B] rows of Q4_K blocks, 16-byte aligned, each times the row at ``x_ptr`` [A]: [A, B] float32.
+
+    A block is read a word at a time, and a weight costs a mask, a conversion and a product: it stays at its place in
+    the word, and x is divided by that place instead. Groups of 64 stand before rows, so that a thread has one group of
+    many rows and works on its x once.
+    """
+    g = tl.arange(0, GROUPS)
+    i = g % 4
+    shift = (16 * (i % 2)).to(tl.uint32)[None, :, None]
+    early = (i < 2)[None, :, None]
+    base = tl.multiple_of(row_ptr, [16, 16]).to(tl.pointer_type(tl.uint32))[:, None, :]
+    word = (4 + 8 * i)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    total = tl.zeros([A, GROUPS, B, 8], tl.float32)
+    for start in range(0, K, 64 * GROUPS):
+        a0, a1, a2, a3, b0, b1, b2, b3 = _x_words(x_ptr, start, K, stride, A, GROUPS)
+        # Past the end the last block is read again, and multiplied by zeros.
+        block = 36 * tl.minimum(start // 256 + g // 4, K // 256 - 1)
+        q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :])
+        head = base + block[None, :, None]
+        both = tl.load(head)
+        s0, s1, s2 = tl.load(head + 1) >> shift, tl.load(head + 2) >> shift, tl.load(head + 3) >> shift
+        d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale_a = d * tl.where(early, s0 & 63, (s2 & 15) | ((s0 >> 2) & 48)).to(tl.float32)
+        least_a = d_min * tl.where(early, s1 & 63, ((s2 >> 4) & 15) | ((s1 >> 2) & 48)).to(tl.float32)
+        scale_b = d * tl.where(early, (s0 >> 8) & 63, ((s2 >> 8) & 15) | ((s0 >> 10) & 48)).to(tl.float32)
+        least_b = d_min * tl.where(early, (s1 >> 8) & 63, ((s2 >> 12) & 15) | ((s1 >> 10) & 48)).to(tl.float32)
+        # [A, GROUPS, B, 8]
+        a = (q & 0xF).to(tl.float32) * a0 + (q & 0xF00).to(tl.float32) * (a1 / 256)
+        a += (q & 0xF0000).to(tl.float32) * (a2 / 65536)
+        a += (q & 0xF000000).to(tl.float32) * (a3 / 16777216)
+        b = (q & 0xF0).to(tl.float32) * (b0 / 16) + (q & 0xF000).to(tl.float32) * (b1 / 4096)
+        b += (q & 0xF00000).to(tl.float32) * (b2 / 1048576)
+        b += (q & 0xF0000000).to(tl.float32) * (b3 / 268435456)
+        total += scale_a[:, :, :, None] * a
+        total += scale_b[:, :, :, None] * b
+        total -= least_a[:, :, :, None] * (a0 + a1 + a2 + a3)
+        total -= least_b[:, :, :, None] * (b0 + b1 + b2 + b3)
+    return tl.sum(tl.sum(total, 3), 1)

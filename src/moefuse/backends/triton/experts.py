@@ -9,7 +9,8 @@ from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.few import experts_few
 from moefuse.backends.triton.grouped_linear import Rows, product, up_biases, up_rows
 from moefuse.backends.triton.plan import plan
-from moefuse.backends.triton.tiles import FEW_TOKENS, product_tile
+from moefuse.backends.triton.tiles import few_tokens
+from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
@@ -37,27 +38,29 @@ def experts(
     out: Tensor,
     normed_out: Tensor | None,
 ) -> None:
-    if offsets is None and x.shape[0] <= FEW_TOKENS:
+    formats = [Rows.of(stack).format for stack in (gate_up, up, down) if stack is not None]
+    if offsets is None and x.shape[0] <= few_tokens(*formats):
         experts_few(
             x, ids, weights, gate_up, up, down, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual,
             norm_weight, eps, activation, layout, out, normed_out,
         )  # fmt: skip
         return
-    S, E = ids.numel(), down.shape[0]
+    (T, top_k), (E, H, _) = ids.shape, down.shape
+    S = T * top_k
     if offsets is None or order is None or inverse is None:
         _, offsets, order, inverse = plan(ids, E)
     gate_rows, rows_of_up, I = up_rows(gate_up, up, layout, activation.gated)
     biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
-    load = S / E
     hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
-    tile = product_tile(load, x.element_size(), activation.gated, x.device, gate_rows.format or rows_of_up.format)
+    format, gated = gate_rows.format or rows_of_up.format, activation.gated
+    tile = tile_for(Product("up", E, I, H, top_k, T, x.element_size(), gated, format), x.device)
     product(
         x, (gate_rows, rows_of_up), biases, offsets, order, gather=True, scatter=False, fill=False,
         activation=activation, out=hidden, tile=tile,
     )  # fmt: skip
-    y = torch.empty((S, x.shape[1]), dtype=x.dtype, device=x.device)
+    y = torch.empty((S, H), dtype=x.dtype, device=x.device)
     down_rows = Rows.of(down)
-    tile = product_tile(load, x.element_size(), False, x.device, down_rows.format)
+    tile = tile_for(Product("down", E, H, I, top_k, T, x.element_size(), False, down_rows.format), x.device)
     product(
         hidden, (down_rows, down_rows), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
         activation=None, out=y, tile=tile,

@@ -8,11 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.activation import activate
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
+from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_products
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, up_biases, up_rows
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import few_tiles
+from moefuse.backends.triton.launch import (
+    PDL,
+    begins_aligned,
+    block_of,
+    ceil_div,
+    counters,
+    launch,
+    launch_dependents,
+    wait,
+)
+from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
@@ -21,8 +30,8 @@ from moefuse.types import Activation
 def _up_few_kernel(
     x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, E, N, K, top_k, stride_xt, stride_xk,
     stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit,
-    KIND: tl.constexpr, GATED: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, WORDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles."""
     wait(PDL)
@@ -34,9 +43,22 @@ def _up_few_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     x_row = x_ptr + (s // top_k).to(tl.int64) * stride_xt
-    if (W_FORMAT != "") | (U_FORMAT != ""):
-        r = tl.arange(0, BLOCK_N * RUNS)
+    if WORDS:
         # The last tile's rows past the end are the last row again, and not stored.
+        row = tl.minimum(n, N - 1).to(tl.int64)
+        x_rows = x_row + tl.zeros([1], tl.int32)
+        rows = w_ptr + expert * stride_we + row * stride_wn
+        if GATED:
+            # Gate and up rows in one go share the work on x.
+            rows = tl.ravel(tl.join(rows, u_ptr + expert * stride_ue + row * stride_un))
+        sums = q4_k_products(rows[None, :], x_rows, K, stride_xk, 1, BLOCK_N * (1 + GATED), BLOCK_K // 64)
+        if GATED:
+            g, u = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
+        else:
+            g = tl.reshape(sums, [BLOCK_N])
+            u = g
+    elif (W_FORMAT != "") | (U_FORMAT != ""):
+        r = tl.arange(0, BLOCK_N * RUNS)
         row = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS, N - 1).to(tl.int64)
         w_rows = w_ptr + expert * stride_we + row * stride_wn
         u_rows = u_ptr + expert * stride_ue + row * stride_un
@@ -84,10 +106,10 @@ def _up_few_kernel(
 def _down_few_kernel(
     hidden_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
     norm_ptr, total_ptr, counter_ptr, out_ptr, normed_ptr, E, H, K, stride_we, stride_wn, stride_wk, eps,
-    W_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, SLOTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    W_FORMAT: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N results of one token, all its experts summed. Grid: T, H tiles.
 
@@ -105,7 +127,12 @@ def _down_few_kernel(
     live = (expert >= 0) & (expert < E)
     weight = tl.load(weights_ptr + s, mask=live, other=0.0).to(tl.float32)
     # Every expert of the token at once, so that all their loads are in flight together.
-    if W_FORMAT != "":
+    if WORDS:
+        stack = tl.where(live, expert, 0)[:, None]
+        rows = w_ptr + stack * stride_we + tl.minimum(n, H - 1).to(tl.int64)[None, :] * stride_wn
+        y = q4_k_products(rows, hidden_ptr + tl.where(live, s, row * TOP_K) * K, K, 1, SLOTS, BLOCK_N, BLOCK_K // 64)
+        y = tl.where(live[:, None], y, 0.0)
+    elif W_FORMAT != "":
         r = tl.arange(0, SLOTS * BLOCK_N * RUNS)
         mine = row * TOP_K + tl.minimum(r // (BLOCK_N * RUNS), TOP_K - 1)
         stack = tl.load(ids_ptr + mine).to(tl.int64)
@@ -116,8 +143,8 @@ def _down_few_kernel(
         sums = tl.zeros([SLOTS * BLOCK_N * RUNS, 32], tl.float32)
         for start in tl.range(0, K, STRIP, num_stages=STAGES):
             mask = known[:, None] & (start + at < K)
-            h = tl.load(hidden_ptr + mine[:, None] * K + start + at, mask=mask, other=0.0)
-            sums += decode_runs(w_rows, start, r % RUNS, K, W_FORMAT) * h
+            hidden = tl.load(hidden_ptr + mine[:, None] * K + start + at, mask=mask, other=0.0)
+            sums += decode_runs(w_rows, start, r % RUNS, K, W_FORMAT) * hidden
         y = tl.sum(tl.reshape(tl.sum(sums, 1), [SLOTS, BLOCK_N, RUNS]), 2)
         y = tl.where(live[:, None], y, 0.0)
     else:
@@ -150,12 +177,16 @@ def _down_few_kernel(
         arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(1) - 1:
             tl.store(counter_ptr + row, 0)
-            column = tl.arange(0, BLOCK_H)
-            valid = column < H
-            value = tl.load(total_ptr + row * H + column, mask=valid, other=0.0, cache_modifier=".cg")
-            factor = tl.load(norm_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            h = tl.arange(0, BLOCK_H)
+            value = tl.load(total_ptr + row * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+            factor = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
             value *= (1.0 / tl.sqrt(tl.sum(value * value, 0) / H + eps)) * factor
-            tl.store(normed_ptr + row * H + column, value.to(normed_ptr.dtype.element_ty), mask=valid)
+            tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
+
+
+def in_words(rows: Tensor, format: str) -> bool:
+    """Whether the blocks can be read 16 bytes at a time by the one format that has a kernel for it."""
+    return format == "Q4_K" and begins_aligned(rows) and rows.stride(0) % 16 == 0
 
 
 def experts_few(
@@ -186,12 +217,15 @@ def experts_few(
     bias, up_bias = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     ids = ids.contiguous()
-    first, second = few_tiles(top_k)
+    up_words, down_words = in_words(w, w_format) and in_words(u, u_format), in_words(down_rows, down_format)
+    size = x.element_size()
+    first = tile_for(Product("few up", E, I, H, top_k, T, size, activation.gated, w_format or u_format), x.device)
+    second = tile_for(Product("few down", E, H, I, top_k, T, size, False, down_format), x.device)
     launch(
         _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
         activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
-        HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages,
+        WORDS=up_words, HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages,
         num_warps=first.warps, launch_pdl=PDL,
     )  # fmt: skip
     total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
@@ -199,7 +233,7 @@ def experts_few(
         _down_few_kernel, (T, ceil_div(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
         contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
         contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
-        *down_rows.stride(), eps, W_FORMAT=down_format, HAS_BIAS=down_bias is not None,
+        *down_rows.stride(), eps, W_FORMAT=down_format, WORDS=down_words, HAS_BIAS=down_bias is not None,
         HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None,
         HAS_RESIDUAL=residual is not None, HAS_NORM=norm_weight is not None, TOP_K=top_k, PDL=PDL, BLOCK_N=second.n,
         BLOCK_K=second.k, BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1), STAGES=second.stages,

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, prefetch, wait
+from moefuse.backends.triton.launch import (
+    PDL,
+    block_of,
+    ceil_div,
+    counters,
+    launch,
+    launch_dependents,
+    prefetch_rows,
+    wait,
+)
 from moefuse.backends.triton.route import route_row, rule_numbers, rule_options
 from moefuse.types import Routing
 
@@ -37,7 +46,7 @@ def _gate_few_kernel(
     w_ptrs = w_ptr + e.to(tl.int64)[:, None] * stride_we + h.to(tl.int64)[None, :] * stride_wh
     mask = (e < E)[:, None] & inside[None, :]
     if PDL:
-        prefetch(tl.where(mask, w_ptrs, w_ptr))
+        prefetch_rows(w_ptr + tl.minimum(e, E - 1).to(tl.int64) * stride_we, H * stride_wh, BLOCK_H)
     wait(PDL)
     launch_dependents(PDL)
     w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -87,20 +96,23 @@ def _fold_kernel(
         w -= high.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "length"])
+@triton.jit(do_not_specialize=["T", "steps"])
 def _logits_kernel(
-    x_ptr, folded_ptr, logits_ptr, T, H, E, length, stride_xt, stride_xh, PARTS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, folded_ptr, logits_ptr, T, H, E, steps, stride_xt, stride_xh, PARTS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Unrounded x @ folded.T: BLOCK_T tokens, PART experts, a stretch of H. Grid: tokens, experts, stretches."""
+    """Unrounded x @ folded.T: BLOCK_T tokens, PART experts, a stretch of ``steps`` tiles of H.
+
+    Grid: tokens, experts, stretches.
+    """
     wait(PDL)
     launch_dependents(PDL)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * PART + tl.arange(0, PART)
     h = tl.arange(0, BLOCK_H)
     rows = t.to(tl.int64)
-    begin = tl.program_id(2) * length
-    end = tl.minimum(begin + length, H)
+    begin = tl.program_id(2) * steps * BLOCK_H  # the compiler must see that it is aligned
+    end = tl.minimum(begin + steps * BLOCK_H, H)
     x_ptrs = x_ptr + rows[:, None] * stride_xt + (begin + h).to(tl.int64)[None, :] * stride_xh
     w_ptrs = folded_ptr + e.to(tl.int64)[None, :] * H + (begin + h)[:, None]
     acc = tl.zeros([BLOCK_T, PART], tl.float32)
@@ -154,6 +166,11 @@ def _gate_route_kernel(
     )  # fmt: skip
 
 
+def _row_warps(BLOCK_H: int, E: int) -> int:
+    """One warp routes without waiting for others, where it can hold the row and the scores."""
+    return 1 if BLOCK_H <= 2048 and E <= 256 else 4 if BLOCK_H <= 4096 else 8
+
+
 def _parts(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> tuple[int, torch.dtype]:
     """How the folded router weight is held: bfloat16 parts of eight bits each for bfloat16 x, else float32."""
     if x.dtype != torch.bfloat16:
@@ -184,11 +201,12 @@ def gate(
     rule = rule_options(routing, E, bias, per_expert_scale)
     if T <= _FEW:
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
-        PART, BLOCK_H = 2, block_of(H)
+        BLOCK_H = block_of(H)
+        PART = 2
         launch(
             _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
             counters(x.device), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),
-            **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H, num_warps=4 if BLOCK_H <= 4096 else 8,
+            **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H, num_warps=_row_warps(BLOCK_H, E),
             launch_pdl=PDL,
         )  # fmt: skip
         return weights, ids, normed
@@ -197,7 +215,7 @@ def gate(
     launch(
         _gate_route_kernel, (T,), x, norm, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H, E,
         logits.shape[0], *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
-        num_warps=1 if row_block <= 2048 and E <= 256 else 4, launch_pdl=PDL,
+        num_warps=_row_warps(row_block, E), launch_pdl=PDL,
     )  # fmt: skip
     return weights, ids, normed
 
@@ -216,16 +234,16 @@ def raw_logits(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
         _fold_kernel, (E,), weight, norm, folded, H, *weight.stride(), HAS_NORM=norm is not None, PARTS=parts, PDL=PDL,
         BLOCK_H=row_block, num_warps=row_warps, launch_pdl=PDL,
     )  # fmt: skip
-    BLOCK_T, PART, BLOCK_H = (32, 64, 128) if dtype == torch.bfloat16 else (32, 32, 32)
+    BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
     stretches = max(1, min(ceil_div(H, 2 * BLOCK_H), 264 // tiles))
-    length = ceil_div(ceil_div(H, stretches), BLOCK_H) * BLOCK_H
-    stretches = ceil_div(H, length)
+    steps = ceil_div(ceil_div(H, stretches), BLOCK_H)
+    stretches = ceil_div(H, steps * BLOCK_H)
     logits = torch.empty((stretches, T, E), dtype=torch.float32, device=x.device)
     launch(
-        _logits_kernel, (ceil_div(T, BLOCK_T), ceil_div(E, PART), stretches), x, folded, logits, T, H, E, length,
-        *x.stride(), PARTS=parts, PDL=PDL, BLOCK_T=BLOCK_T, PART=PART, BLOCK_H=BLOCK_H, num_warps=4, num_stages=4,
+        _logits_kernel, (ceil_div(T, BLOCK_T), ceil_div(E, PART), stretches), x, folded, logits, T, H, E, steps,
+        *x.stride(), PARTS=parts, PDL=PDL, BLOCK_T=BLOCK_T, PART=PART, BLOCK_H=BLOCK_H, num_warps=4, num_stages=3,
         launch_pdl=PDL,
     )  # fmt: skip
     return logits

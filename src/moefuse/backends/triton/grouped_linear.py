@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, unrecordable, wait
 from moefuse.backends.triton.tiles import Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -234,6 +234,7 @@ def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """A descriptor for [rows, columns] tiles of a matrix, where the copy engine can read it."""
+    unrecordable("a descriptor holds an address")
     if t.stride(1) != 1 or (t.stride(0) * t.element_size()) % 16 or t.data_ptr() % 16:
         return None
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
@@ -246,6 +247,7 @@ def weight_descriptors(
 
     One matrix serves both where an expert's up rows lie behind its gate rows; otherwise each has its own.
     """
+    unrecordable("a descriptor holds an address")
     E, N, K = w.shape
     if w.stride(1) != K or u.stride() != w.stride() or w.stride(0) % K:
         return None, None, 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -32,22 +33,58 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Bring the lines at these addresses into the second-level cache."""
+def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
+    """Bring ``length`` numbers from each of ``row_ptr`` [R] on into the second-level cache; BLOCK covers length.
+
+    One request for each line of 128 bytes: more would be in each other's way.
+    """
+    LINE: tl.constexpr = 128 // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    at = LINE * tl.arange(0, (BLOCK + LINE - 1) // LINE)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [pointers.to(tl.uint64)],
+        [(row_ptr[:, None] + tl.minimum(at, length - 1)[None, :]).to(tl.uint64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
 
 
+class Recorder(Protocol):
+    """Who takes launches down instead of making them, see `moefuse.backends.triton.recording`."""
+
+    def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+
+    def counters(self) -> Tensor: ...
+
+    def refuse(self, why: str) -> None: ...
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None
+
+
+#: set while this thread's launches are taken down
+recording = _Recording()
+
+
+def unrecordable(why: str) -> None:
+    """Tell a recorder, where there is one, that what follows is more than launches on its arguments."""
+    if recording.recorder is not None:
+        recording.recorder.refuse(why)
+
+
+def begins_aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes."""
+    if recording.recorder is not None:  # a stand-in: tensors with memory behind them begin at such
+        return t.storage_offset() * t.element_size() % 16 == 0
+    return t.data_ptr() % 16 == 0
+
+
 def _kind(value: Any) -> Any:
     """What Triton specialises a run-time argument on."""
     if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, begins_aligned(value)
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
     if isinstance(value, TensorDescriptor):
@@ -67,6 +104,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     if 0 in grid:
         return
+    if recording.recorder is not None:
+        recording.recorder.take(kernel, grid, args, options)
+        return
     if INTERPRETED:
         kernel[grid](*args, **{name: value for name, value in options.items() if name not in _COMPILER_OPTIONS})
         return
@@ -75,14 +115,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **options)
         return
-    key = (kernel, device.index, *map(_kind, args), *options.values())
-    found = _COMPILED.get(key)
+    found = compiled_for(kernel, device, args, options)
     if found is None:
         compiled = kernel[grid](*args, **options)
-        _COMPILED[key] = compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+        constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+        _COMPILED[_key(kernel, device, args, options)] = compiled, constants
         return
     compiled, constants = found
     compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+def _key(kernel: Any, device: torch.device, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    return kernel, device.index, *map(_kind, args), *options.values()
+
+
+def compiled_for(
+    kernel: Any, device: torch.device, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """The compiled kernel for arguments like these and its compile-time arguments, once it has been launched."""
+    return _COMPILED.get(_key(kernel, device, args, options))
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -103,7 +154,13 @@ def counters(device: torch.device) -> Tensor:
 
     One set per stream: two launches that may run at once must not count together.
     """
-    stream = 0 if INTERPRETED else torch.cuda.current_stream(device).cuda_stream
+    if recording.recorder is not None:
+        return recording.recorder.counters()
+    return counters_on(device, 0 if INTERPRETED else torch.cuda.current_stream(device).cuda_stream)
+
+
+def counters_on(device: torch.device, stream: int) -> Tensor:
+    """The counters of a stream."""
     found = _COUNTERS.get((device, stream))
     if found is None:
         found = _COUNTERS[device, stream] = torch.zeros(64, dtype=torch.int32, device=device)

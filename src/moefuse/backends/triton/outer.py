@@ -7,20 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.triton.grouped_linear import described
 from moefuse.backends.triton.launch import PDL, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.tiles import outer_tile
 
 
 @triton.jit(do_not_specialize=["grad_divisor", "x_divisor"])
 def _outer_kernel(
-    grad_ptr, x_ptr, offsets_ptr, order_ptr, out_ptr, N, K, grad_divisor, x_divisor,
+    grad_ptr, x_ptr, grad_desc, x_desc, offsets_ptr, order_ptr, out_ptr, N, K, grad_divisor, x_divisor,
     stride_gm, stride_gn, stride_xm, stride_xk, stride_oe, stride_on,
-    GATHER_GRAD: tl.constexpr, GATHER_X: tl.constexpr, PDL: tl.constexpr,
+    GATHER_GRAD: tl.constexpr, GATHER_X: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A [BLOCK_N, BLOCK_K] tile of one expert's gradient, rows summed in order.
 
     A gathered operand's row is the assignment over its divisor: a token, or the slot itself.
+    TMA: the operand that lies in order comes through the copy engine, where the expert has a whole tile of rows.
     Grid: experts, N tiles, K tiles, the last fastest: an expert's rows stay in the second-level cache.
     """
     wait(PDL)
@@ -28,22 +30,39 @@ def _outer_kernel(
     columns, lines = tl.cdiv(K, BLOCK_K), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     expert = (pid // (columns * lines)).to(tl.int64)
-    n = pid // columns % lines * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = pid % columns * BLOCK_K + tl.arange(0, BLOCK_K)
+    first_n, first_k = pid // columns % lines * BLOCK_N, pid % columns * BLOCK_K
+    n, k = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
     begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
     grad_ptrs = grad_ptr + n[None, :] * stride_gn
     x_ptrs = x_ptr + k[None, :] * stride_xk
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(begin, end, BLOCK_M):
-        p = start + tl.arange(0, BLOCK_M)
-        live = p < end
-        s = tl.load(order_ptr + p, mask=live, other=0)
-        grad_row = (s // grad_divisor if GATHER_GRAD else p).to(tl.int64)
-        x_row = (s // x_divisor if GATHER_X else p).to(tl.int64)
-        # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_K]; both are masked, as 0 times a neighbour's NaN would show.
-        grad = tl.load(grad_ptrs + grad_row[:, None] * stride_gm, mask=live[:, None] & (n < N)[None, :], other=0.0)
-        x = tl.load(x_ptrs + x_row[:, None] * stride_xm, mask=live[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(grad), x, acc, input_precision="ieee")
+    if TMA and end - begin >= BLOCK_M:
+        for start in range(begin, end, BLOCK_M):
+            # The last tile ends with the expert and leaves out what was summed: 0 times a neighbour's NaN would show.
+            first = tl.minimum(start, end - BLOCK_M)
+            p = first + tl.arange(0, BLOCK_M)
+            s = tl.load(order_ptr + p)
+            fresh = (p >= start)[:, None]
+            if GATHER_GRAD:
+                row = (s // grad_divisor).to(tl.int64)[:, None]
+                grad = tl.load(grad_ptrs + row * stride_gm, mask=fresh & (n < N)[None, :], other=0.0)
+                x = x_desc.load([first, first_k])
+            else:
+                row = (s // x_divisor).to(tl.int64)[:, None]
+                grad = grad_desc.load([first, first_n])
+                x = tl.load(x_ptrs + row * stride_xm, mask=fresh & (k < K)[None, :], other=0.0)
+            acc = tl.dot(tl.trans(grad), x, acc, input_precision="ieee")
+    else:
+        for start in range(begin, end, BLOCK_M):
+            p = start + tl.arange(0, BLOCK_M)
+            live = p < end
+            s = tl.load(order_ptr + p, mask=live, other=0)
+            grad_row = (s // grad_divisor if GATHER_GRAD else p).to(tl.int64)
+            x_row = (s // x_divisor if GATHER_X else p).to(tl.int64)
+            # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_K]
+            grad = tl.load(grad_ptrs + grad_row[:, None] * stride_gm, mask=live[:, None] & (n < N)[None, :], other=0.0)
+            x = tl.load(x_ptrs + x_row[:, None] * stride_xm, mask=live[:, None] & (k < K)[None, :], other=0.0)
+            acc = tl.dot(tl.trans(grad), x, acc, input_precision="ieee")
     out_ptrs = out_ptr + expert * stride_oe + n.to(tl.int64)[:, None] * stride_on + k[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
@@ -54,14 +73,17 @@ def outer(
     """Launch the outer product into ``out`` ``[E, N, K]``, whose rows are dense."""
     E, N, K = out.shape
     S = order.shape[0]
-    # The compiler spends every other stage on the row numbers, which the loads of the rows wait for.
-    tile = outer_tile(S / E, grad.element_size(), grad.device)
+    tile = outer_tile(S / E, grad.element_size(), gather_x, grad.device)
+    grad_desc = x_desc = None
+    if tile.copy_engine and gather_grad != gather_x:
+        grad_desc = None if gather_grad else described(grad, tile.k, tile.m)
+        x_desc = None if gather_x else described(x, tile.k, tile.n)
     divisors = (max(1, S // max(1, t.shape[0])) for t in (grad, x))
     launch(
-        _outer_kernel, (E * ceil_div(N, tile.m) * ceil_div(K, tile.n),), grad, x, offsets, order, out, N, K,
-        *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad, GATHER_X=gather_x,
-        PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m, BLOCK_K=tile.n, num_warps=tile.warps,
-        num_stages=2 * tile.stages - 1, launch_pdl=PDL,
+        _outer_kernel, (E * ceil_div(N, tile.m) * ceil_div(K, tile.n),), grad, x, grad_desc, x_desc, offsets, order,
+        out, N, K, *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad,
+        GATHER_X=gather_x, TMA=grad_desc is not None or x_desc is not None, PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m,
+        BLOCK_K=tile.n, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=PDL,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes, in one table: a function of shape and rows per expert, with no file behind it."""
+"""The built-in tile sizes, in one table: a function of shape and rows per expert, with no file behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.launch import INTERPRETED
+from moefuse.backends.triton.launch import INTERPRETED, block_of
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,17 @@ class Tile:
 
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
-FEW_TOKENS = 2
+FEW_TOKENS = 4
+#: likewise with blocks that are read in words: a product of tiles takes them apart byte by byte
+FEW_TOKENS_IN_WORDS = 16
 
 
-def _shared_limit(device: torch.device) -> int:
+def few_tokens(*formats: str) -> int:
+    """The most tokens whose assignments are matrix-vector products, by the formats of the stacks."""
+    return FEW_TOKENS_IN_WORDS if all(format == "Q4_K" for format in formats) else FEW_TOKENS
+
+
+def shared_limit(device: torch.device) -> int:
     """Shared memory one program may take."""
     if device.type != "cuda":
         return 227 * 1024
@@ -44,14 +51,20 @@ def _shared_limit(device: torch.device) -> int:
     return limit
 
 
-def few_tiles(top_k: int) -> tuple[Tile, Tile]:
-    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on blocks.
+def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
+    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on most blocks.
 
     A program of the down product holds ``top_k`` tiles at once.
     """
     if INTERPRETED:
-        return Tile(1, 32, 64, 4, 1), Tile(1, 16, 64, 4, 1)
-    return Tile(1, 8, 256, 4, 2), Tile(1, 2 if top_k <= 8 else 1, 128, 4, 1)
+        return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
+    few = top_k <= 8
+    if format == "Q4_K":  # read in words, ``k`` at a time
+        return Tile(1, 8, 1024, 2, 1), Tile(1, 4 if few else 1, 256, 4, 1)
+    if format:
+        return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
+    # Fewer slots leave room for more columns of each.
+    return Tile(1, 8, 256, 4, 2), Tile(1, 4 if few else 2, 128 * max(1, 8 // block_of(top_k, 1)), 8, 1)
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
@@ -79,7 +92,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
 
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
     """Fewer stages, then a shorter K, until the tile fits the card's shared memory."""
-    limit = _shared_limit(device)
+    limit = shared_limit(device)
     while tile.shared_bytes(itemsize, gated) > limit:
         if tile.stages > 2:
             tile = dataclasses.replace(tile, stages=tile.stages - 1)
@@ -90,15 +103,15 @@ def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Til
 
 def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
     """The tile for weights in blocks: k is the strip of 256 that all formats share; at least 64 columns, the height of
-    a tensor core's left side. Not yet measured on a card.
+    a tensor core's left side.
     """
-    if rows_per_expert <= 16:
-        tile = Tile(16, 64, 256, 4, 3)
+    if rows_per_expert <= 16 or itemsize == 4:  # float32 products are written out, and compile by their size
+        tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= 64:
         tile = Tile(64, 64, 256, 4, 2)
     else:
-        tile = Tile(128, 64, 256, 4, 2) if gated else Tile(128, 128, 256, 8, 2)
-    limit = _shared_limit(device)
+        tile = Tile(128, 128, 256, 8, 2)
+    limit = shared_limit(device)
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
     return tile
@@ -123,16 +136,20 @@ def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> 
     return _fitted(tile, itemsize, False, device)
 
 
-def outer_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
-    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time."""
+def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: torch.device) -> Tile:
+    """The tile of a weight gradient, ``m`` by ``n``, with ``k`` of an expert's rows at a time.
+
+    The compiler spends every other stage on the row numbers, which the loads of the gathered rows wait for.
+    """
     if INTERPRETED:
         return Tile(32, 32, 32, 4, 1)
+    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if itemsize == 4:
-        tile = Tile(64, 64, 32, 4, 2)
+        tile = Tile(64, 64, 32, 4, 3)
     elif rows_per_expert <= 32:
-        tile = Tile(128, 128, 32, 8, 2)
-    else:
-        tile = Tile(128, 256, 64, 8, 4)
+        tile = Tile(128, 128, 32, 8, 3)
+    else:  # the wider side is the one that the copy engine brings
+        tile = Tile(256, 128, 64, 8, 5, engine) if gather_x else Tile(128, 256, 64, 8, 5, engine)
     return _fitted(tile, itemsize, False, device)
 
 

@@ -1,0 +1,237 @@
+"""Search the tiles of a layer's products on a card: small steps from the built-in tile, as long as one is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moefuse.bench import check, inputs, timing
+from moefuse.bench.contestants import EXPERTS, ours
+from moefuse.bench.shapes import Shape
+from moefuse.ops import select
+from moefuse.quant.tensor import format_in
+from moefuse.testing.compare import Tolerance, difference
+from moefuse.types import Activation
+
+#: a tile must be this much faster to take another's place: runs differ by 1 to 2 percent
+_GAIN = 0.97
+#: float32 sums that one thread may hold; past this they spill
+_MOST_SUMS = 128
+_ROUNDS = 9
+#: least and most of what a field may become; ``stages`` goes by one, the rest by doubling
+_LIMITS = {"m": (16, 256), "n": (16, 256), "k": (16, 256), "warps": (1, 16), "stages": (1, 8)}
+_FEW_LIMITS = _LIMITS | {"m": (1, 1), "n": (1, 64), "k": (32, 1024)}
+
+
+class Trial(Protocol):
+    """One token count on a device."""
+
+    def results(self) -> Sequence[Tensor]:
+        """What the experts give, on inputs that stay the same."""
+
+    def seconds(self) -> float:
+        """How long one layer's experts take."""
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far a right result may be from the exact one."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one product at one token count."""
+
+    tokens: int
+    product: str
+    old: dict[str, Any]
+    old_seconds: float
+    new: dict[str, Any]
+    new_seconds: float
+    tried: int
+    wrong: int
+    failed: int
+
+    @property
+    def gain(self) -> float:
+        """How many times faster all of the experts are."""
+        return self.old_seconds / self.new_seconds
+
+
+def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
+    """The products of a layer whose tiles are looked for."""
+    from moefuse.backends.triton.tiles import few_tokens
+    from moefuse.backends.triton.tuned import Product
+
+    up, down = map(format_in, shape.weights) if shape.weights else ("", "")
+    few = "few " if tokens <= few_tokens(up, down) else ""
+    E, H, I = shape.experts, shape.hidden, shape.intermediate
+    common = (shape.top_k, tokens, dtype.itemsize)
+    gated = Activation(shape.activation).gated
+    return [Product(f"{few}up", E, I, H, *common, gated, up), Product(f"{few}down", E, H, I, *common, False, down)]
+
+
+def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
+    """Tiles one step away that the card can hold: a size doubled or halved, a stage more or less, a switch turned."""
+    limits = _FEW_LIMITS if product.few else _LIMITS
+    for field in dataclasses.fields(tile):
+        value = getattr(tile, field.name)
+        if product.format and field.name == "k":
+            continue  # a strip of blocks
+        if isinstance(value, bool):
+            steps: list[Any] = [not value]
+        elif field.name == "stages":
+            steps = [value + 1, value - 1]
+        else:
+            steps = [value * 2, value // 2]
+        least, most = limits.get(field.name, (0, 256))
+        for step in steps:
+            made = dataclasses.replace(tile, **{field.name: step})
+            if least <= step <= most and _sums(product, made) <= _MOST_SUMS and product.fits(made, device):
+                yield made
+
+
+def _sums(product: Any, tile: Any) -> float:
+    """Float32 sums per thread."""
+    each: int = tile.m * tile.n
+    if product.few:
+        each = tile.n * (256 if product.format else tile.k) * (product.top_k if product.role == "few down" else 1)
+    threads: int = 32 * tile.warps
+    return each * (2 if product.gated else 1) / threads
+
+
+def search(
+    product: Any,
+    trial: Trial,
+    device: torch.device,
+    seconds: float,
+    clock: Callable[[], float],
+    tick: Callable[[], Any],
+) -> tuple[Any, Finding]:
+    """Climb from the built-in tile until no neighbour is faster, or the time is over.
+
+    Every result is held against the built-in tile's, twice: a tile that is wrong, or not always the same, is dropped.
+    """
+    from moefuse.backends.triton.tuned import trying
+
+    def using(tile: Any, measure: Callable[[], Any]) -> Any:
+        with trying(product, tile):
+            select.forget()  # recorded launches have a tile in them
+            return measure()
+
+    end = clock() + seconds
+    built_in = best = product.built_in(device)
+    want = using(built_in, trial.results)
+    old = fastest = using(built_in, trial.seconds)
+    seen, wrong, failed, climbing = {built_in}, 0, 0, True
+    while climbing:
+        climbing = False
+        for tile in neighbours(product, best, device):
+            if tile in seen or clock() >= end:
+                continue
+            seen.add(tile)
+            tick()
+            try:
+                got = using(tile, trial.results)
+                if not _agree(got, want, trial.tolerance) or not _same(got, using(tile, trial.results)):
+                    wrong += 1
+                    continue
+                taken = using(tile, trial.seconds)
+            except Exception:  # more registers or memory than the card has: no such tile
+                failed += 1
+                continue
+            if taken < _GAIN * fastest:
+                best, fastest, climbing = tile, taken, True
+                break
+    if best != built_in:
+        # Once more, one right after the other: the card may have warmed up since.
+        old, fastest = using(built_in, trial.seconds), using(best, trial.seconds)
+        if fastest >= _GAIN * old:
+            best, fastest = built_in, old
+    select.forget()
+    finding = Finding(
+        product.T, product.name, dataclasses.asdict(built_in), old, dataclasses.asdict(best), fastest, len(seen) - 1,
+        wrong, failed,
+    )  # fmt: skip
+    return best, finding
+
+
+def _agree(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: Tolerance) -> bool:
+    """Both may be off by the tolerance, in opposite directions."""
+    both = Tolerance(2 * tolerance.worst, 2 * tolerance.rms, tolerance.reason)
+    return all(difference(have, goal).within(both) for have, goal in zip(got, want, strict=True))
+
+
+def _same(got: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, got, again))
+
+
+class OnCard:
+    """The experts of some layers on a CUDA device, in one graph, as a decode step has them."""
+
+    def __init__(self, layers: list[inputs.Layer], tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = inputs.make_slots(layers, tokens, dtype, device)
+        self.experts = next(c for c in ours(layers[0], dtype, "triton") if c.scope == EXPERTS)
+        self.tolerance = check.plain_tolerance(layers[0], dtype)
+        error = self.experts.error(self.experts.call(self.slots[0]), self.slots[0])
+        if not error.within(self.experts.tolerance):
+            raise ValueError(f"the built-in tiles give a wrong result, so none are searched: {error.where}")
+
+    def results(self) -> list[Tensor]:
+        return [self.experts.call(slot) for slot in self.slots[:2]]
+
+    def seconds(self) -> float:
+        turn, _ = timing.graph_turn(self.experts.call, self.slots)
+        return statistics.median(turn() for _ in range(_ROUNDS))
+
+
+@torch.no_grad()
+def tune(
+    shape: Shape,
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+    tick: Callable[[str, float], None],
+    *,
+    trial: Callable[[int], Trial] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Look for faster tiles of a layer's two products at each token count, for about ``seconds`` in all.
+
+    Returns what became of each product, and by its name the tile to keep, None for the built-in one.
+    """
+    from moefuse.backends.triton.tuned import trying
+
+    if trial is None:
+        layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))
+
+        def trial(count: int) -> Trial:
+            return OnCard(layers, count, dtype, device)
+
+    start, findings = clock(), []
+    found: dict[str, Any] = {}
+    names = dict.fromkeys(product.name for count in tokens for product in products(shape, count, dtype))
+    for count in tokens:
+        due = [product for product in products(shape, count, dtype) if product.name not in found]
+        if not due:
+            continue
+        tick(f"T={count}: making inputs", len(found) / len(names))
+        mine = trial(count)
+        with ExitStack() as kept:
+            for product in due:
+                share, label = len(found) / len(names), f"T={count}: {product.role}"
+                left = max(0.0, start + seconds - clock()) / (len(names) - len(found))
+                tile, finding = search(product, mine, device, left, clock, functools.partial(tick, label, share))
+                findings.append(finding)
+                found[product.name] = None if tile == product.built_in(device) else tile
+                kept.enter_context(trying(product, tile))
+    return findings, found

@@ -1,0 +1,85 @@
+"""What the commands that take a model's layer have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moefuse.bench import shapes
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+DEFAULT_MODEL = "qwen3-30b-a3b"
+
+
+def stop(hint: str, message: str) -> NoReturn:
+    raise typer.BadParameter(message, param_hint=hint)
+
+
+def known(hint: str, name: str, valid: Iterable[str]) -> str:
+    if name not in valid:
+        stop(hint, f"{name!r} is not one of {', '.join(valid)}")
+    return name
+
+
+def device(name: str | None) -> torch.device:
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name is None:
+        return torch.device("cuda" if found["cuda"] else "cpu")
+    kind = name.split(":")[0]
+    known("--device", kind, found)
+    if not found[kind]:
+        stop("--device", f"no {kind} device here; there are: {', '.join(k for k, here in found.items() if here)}")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        stop("--device", f"{name!r} is not a device")
+
+
+def tokens(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        stop("--tokens", f"positive whole numbers with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def shape(model: str | None, sizes: tuple[int | None, ...]) -> shapes.Shape:
+    given = [size for size in sizes if size is not None]
+    if not given:
+        try:
+            return shapes.find(model or DEFAULT_MODEL)
+        except KeyError:
+            stop("MODEL", f"{model!r} is not one of {', '.join(shapes.names())}")
+    if model is not None:
+        stop("MODEL", "give a model or sizes, not both")
+    if len(given) != len(sizes):
+        stop("sizes", "all of --experts, --hidden, --intermediate and --top-k are needed")
+    try:
+        return shapes.Shape("custom", experts=given[0], hidden=given[1], intermediate=given[2], top_k=given[3])
+    except ValueError as error:
+        stop("sizes", str(error))
+
+
+def in_blocks(shape: shapes.Shape, weights: str | None) -> shapes.Shape:
+    if weights is None:
+        return shape
+    specs = [part.strip() for part in weights.split(",")]
+    if len(specs) > 2:
+        stop("--weights", f"one format, or one for gate_up and one for down, got {weights!r}")
+    try:
+        return shape.in_blocks(specs[0], specs[-1])
+    except ValueError as error:
+        stop("--weights", str(error))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda label, share: shown.update(task, description=label, completed=share)

@@ -1,0 +1,104 @@
+"""``moefuse tune``: search tile sizes on this card and keep what is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moefuse import backends
+from moefuse.bench import inputs, report, shapes
+from moefuse.bench import tune as bench_tune
+from moefuse.cli import options
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"One of {', '.join(shapes.names())}; without it, {options.DEFAULT_MODEL}.", show_default=False
+        ),
+    ] = None,
+    experts: Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")] = None,
+    hidden: Annotated[int | None, typer.Option(help="hidden size,")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="intermediate size of one expert,")] = None,
+    top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,256,4096",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(options.DTYPES)}.")] = "bfloat16",
+    weights: Annotated[
+        str | None, typer.Option(help="Experts in GGUF blocks: Q4_K, or Q4_K,Q6_K for gate_up and down.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="About how long to search, in all.")] = 4.0,
+    device: Annotated[str | None, typer.Option(help="cuda, or one of several such as cuda:1.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
+) -> None:
+    """Search tile sizes for a layer on this GPU, and keep those that are faster than the built-in ones.
+
+    A tile's results are held against the built-in tile's before it is timed. What is kept serves every later call of
+    this shape on this card and version of Triton.
+    """
+    card = _card(device)
+    numbers = options.DTYPES[options.known("--dtype", dtype, options.DTYPES)]
+    shape = options.in_blocks(options.shape(model, (experts, hidden, intermediate, top_k)), weights)
+    counts = options.tokens(tokens)
+    refusal = inputs.fits(shape, numbers, card)
+    if refusal is not None:
+        options.stop("MODEL", refusal)
+    from moefuse.backends.triton import tuned
+
+    with options.progress() as tick:
+        findings, tiles = bench_tune.tune(shape, counts, numbers, card, 60 * minutes, tick)
+    if not dry_run:
+        tuned.keep(card, tiles)
+    if as_json:
+        plain = [dataclasses.asdict(finding) | {"gain": finding.gain} for finding in findings]
+        kept = None if dry_run else str(tuned.path())
+        typer.echo(json.dumps({"card": tuned.card(card), "shape": shape.describe(), "found": plain, "kept": kept}))
+        return
+    console = Console()
+    # A pipe or a file has no width of its own, and a cut figure is worth nothing.
+    console = console if console.is_terminal else Console(width=140)
+    console.print(_table(f"{shape.describe()}, {dtype}, {tuned.card(card)}", findings))
+    better = sum(tile is not None for tile in tiles.values())
+    console.print(
+        f"{better} of {len(tiles)} products have a faster tile; "
+        + ("nothing was kept (--dry-run)" if dry_run else f"kept in {tuned.path()}")
+    )
+
+
+def _card(name: str | None) -> torch.device:
+    """The GPU to search on, or a usage error."""
+    row = next(row for row in backends.BACKENDS if row.name == "triton")
+    reason = row.missing() or (None if torch.cuda.is_available() else "no NVIDIA GPU is here")
+    if reason is not None:
+        options.stop("--device", f"tiles are searched on an NVIDIA GPU: {reason}")
+    found = options.device(name or "cuda")
+    if found.type != "cuda":
+        options.stop("--device", f"tiles are searched on an NVIDIA GPU, got {found}")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def _table(title: str, findings: list[bench_tune.Finding]) -> Table:
+    table = Table(title=title, title_justify="left", caption="times are of one layer's experts, both products")
+    for column in ("T", "product", "built-in tile", "time", "best tile", "time", "gain", "tried", "wrong", "failed"):
+        table.add_column(column, justify="left" if column.endswith(("product", "tile")) else "right")
+    for found in findings:
+        changed = found.new != found.old
+        table.add_row(
+            str(found.tokens), found.product.split(" E=")[0], _brief(found.old), report.duration(found.old_seconds),
+            _brief(found.new) if changed else "the same", report.duration(found.new_seconds), f"{found.gain:.2f}x",
+            str(found.tried), str(found.wrong), str(found.failed), style="bold" if changed else "",
+        )  # fmt: skip
+    return table
+
+
+def _brief(tile: dict[str, Any]) -> str:
+    """Sizes, and the switches that are on."""
+    sizes = " ".join(f"{name}={value}" for name, value in tile.items() if not isinstance(value, bool))
+    return " ".join((sizes, *(name for name, value in tile.items() if value is True)))

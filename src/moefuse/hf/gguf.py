@@ -1,0 +1,265 @@
+"""A transformers model from a GGUF file, its experts still in their blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moefuse.hf.block_experts import BlockExperts, refuse_to_save
+from moefuse.hf.experts import known_activation
+from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys
+from moefuse.hf.gguf_tokenizer import read_tokenizer
+from moefuse.hf.register import NAME
+from moefuse.hf.support import on_interface
+from moefuse.nn.from_gguf import expert_layers, read_experts
+from moefuse.quant.gguf import GGUFFile, read
+from moefuse.quant.tensor import QuantTensor
+
+_LARGE = 2**20  # elements
+
+
+def from_gguf(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    exact: bool = False,
+    progress: bool = True,
+) -> tuple[Any, Any]:
+    """The transformers model of a GGUF file, in eval mode, and its tokenizer.
+
+    Experts stay in the file's blocks: views of its map, which the system reads in as they are used. Everything else is
+    dequantised, a tensor at a time. Parameters come frozen. `moefuse.hf.dequantize` turns the experts into numbers.
+
+    Args:
+        path: a file; of a model in several files the first.
+        dtype: of what is not in blocks; "auto" is bfloat16.
+        device: where it runs; on a GPU the blocks are copied there.
+        exact: keep the experts' activations in float32, see `moefuse.QuantTensor`.
+        progress: show a bar on the terminal while loading.
+
+    Raises:
+        ValueError: the file is missing, damaged, of a dense model, or of an architecture that is not known; the
+            message says what to do.
+    """
+    file = _open(Path(path))
+    architecture = ARCHITECTURES[file.architecture]
+    target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if target not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"from_gguf: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
+    try:
+        keys, tokenizer = Keys(file), read_tokenizer(file)
+        fields = architecture.config(keys)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:  # a value of another kind than its key has
+        raise ValueError(f"from_gguf: the metadata of {file.path} must be as llama.cpp writes it: {error!r}") from error
+    model = _empty(fields, target, file)
+    with _bar(file, progress) as bar:
+        _fill(model, file, architecture, keys, target, exact, bar)
+    model.save_pretrained = refuse_to_save
+    return model.to(device).eval(), tokenizer
+
+
+def _open(path: Path) -> GGUFFile:
+    """The mapped file, known to hold experts of a kind that can be loaded."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        file = read(path)
+        name = file.architecture
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}. The file is damaged, cut short or no GGUF: fetch it again"
+        ) from error
+    if not expert_layers(file):
+        if any(re.search(r"ffn_(gate|up|down)\.\d+\.weight", tensor) for tensor in file):
+            raise ValueError(f"{path} keeps each expert in a tensor of its own, as before 2024-04: fetch a newer one")
+        raise ValueError(f"{path} is a dense {name} model, without experts: run it with transformers or llama.cpp")
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(
+            f"{path} has the architecture {name}, and from_gguf knows {known}. moefuse.nn.MoE.from_gguf may take its "
+            "layers; moefuse.hf runs the model from its transformers directory"
+        )
+    return file
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What is made large and empty is never given memory; some systems refuse to promise a stack of experts."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if function is torch.empty and args and options.get("device") is None:
+            sizes = args[0] if isinstance(args[0], (tuple, list)) else args
+            if math.prod(sizes) > _LARGE:
+                options["device"] = "meta"
+        return function(*args, **options)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made here get parameters without memory, and buffers with their values."""
+    register = nn.Module.register_parameter
+
+    def empty(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        register(module, name, value if value is None else nn.Parameter(value.to("meta"), requires_grad=False))
+
+    nn.Module.register_parameter = empty  # type: ignore[method-assign, assignment]  # for a while
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as it was
+
+
+def _empty(fields: dict[str, Any], dtype: torch.dtype, file: GGUFFile) -> Any:
+    """The model without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.for_model(**fields)
+        with _parameters_on_meta():
+            auto: Any = AutoModelForCausalLM  # untyped
+            model = auto.from_config(config, dtype=dtype, experts_implementation=NAME)
+    except Exception as error:  # each configuration refuses in its own way
+        raise ValueError(f"transformers takes no model with the metadata of {file.path}: {error}") from error
+    return model
+
+
+def _bar(file: GGUFFile, shown: bool) -> Progress:
+    columns = (TextColumn(f"loading {file.path.name}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+
+
+def _fill(
+    model: Any, file: GGUFFile, architecture: Architecture, keys: Keys, dtype: torch.dtype, exact: bool, bar: Progress
+) -> None:
+    task = bar.add_task("loading", total=sum(info.nbytes for info in file.infos.values()))
+    used: set[str] = set()
+
+    def note(*names: str) -> None:
+        used.update(names)
+        bar.advance(task, sum(file.infos[name].nbytes for name in names))
+
+    found = list(on_interface(model))
+    if not found:
+        raise ValueError(
+            f"from_gguf: the experts of {type(model).__name__} must be on transformers' experts interface, and in the "
+            "release that is installed they are not: pip install -U transformers"
+        )
+    for path, stock in found:
+        layer = int(re.findall(r"\.layers\.(\d+)\.", path)[0])
+        model.set_submodule(path, _experts_of(file, layer, stock, dtype, exact))
+        note(*filter(re.compile(rf"blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)").fullmatch, file))
+    inside = tuple(f"{path}." for path, _ in on_interface(model))
+    tied = _tied(model)
+    for name, target in model.state_dict(keep_vars=True).items():
+        if name.startswith(inside) or name in tied:
+            continue
+        names, value = _value(name, target, file, architecture, keys)
+        if value is None:
+            continue
+        kept = _kept_wide(model, name, target.dtype)
+        _assign(model, name, value.to(torch.float32 if kept else target.dtype))
+        note(*names)
+        for source in names:
+            # A plain tensor of the model's own type is a view of the map.
+            if isinstance(file[source], QuantTensor) or file[source].dtype != target.dtype:  # type: ignore[union-attr]
+                file.release(source)
+    model.tie_weights()
+    _check_all_used(model, file, architecture, keys, used)
+
+
+def _tied(model: Any) -> set[str]:
+    """Parameters that are others by another name."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return set()
+    return set(model._tied_weights_keys or ())
+
+
+def _experts_of(file: GGUFFile, layer: int, stock: Any, dtype: torch.dtype, exact: bool) -> BlockExperts:
+    activation = known_activation(stock)
+    if activation is None:
+        raise ValueError(f"from_gguf: the gate of {type(stock).__name__} must be one of ours, got another")
+    tensors = read_experts(file, layer)
+    E, H, I = tensors["down"].shape
+    want = tuple(stock.down_proj.transpose(1, 2).shape if stock.is_transposed else stock.down_proj.shape)
+    if want != (E, H, I):
+        raise ValueError(f"from_gguf: experts of layer {layer} must be {list(want)}, got {[E, H, I]}")
+    return BlockExperts(stock, activation, tensors, dtype, exact)
+
+
+def _value(
+    name: str, target: Tensor, file: GGUFFile, architecture: Architecture, keys: Keys
+) -> tuple[tuple[str, ...], Tensor | None]:
+    """The numbers of a parameter and the tensors they come from; None where a buffer keeps what it has."""
+    ways = architecture.source(name)
+    for names, function in ways:
+        if all(source in file for source in names):
+            # What is made anew may be sums and logarithms of small vectors; matrices are only moved around.
+            tensors = [_numbers(file, source, target.dtype if target.dim() > 1 else torch.float32) for source in names]
+            try:
+                value = tensors[0] if function is None else function(keys, *tensors)
+            except RuntimeError as error:  # sizes that do not divide
+                raise ValueError(
+                    f"from_gguf: {', '.join(names)} must have the sizes that the metadata gives"
+                ) from error
+            if value.shape != target.shape:
+                got = f"{list(value.shape)} from {', '.join(names)}"
+                raise ValueError(f"from_gguf: {name} must have shape {list(target.shape)}, got {got}")
+            return names, value
+    if not target.is_meta:
+        return (), None
+    wanted = " or ".join(" and ".join(names) for names, _ in ways) or "a tensor"
+    raise ValueError(f"from_gguf: the file must have {wanted} for {name}, got none")
+
+
+def _numbers(file: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
+    stored = file[name]
+    return stored.dequantize(dtype) if isinstance(stored, QuantTensor) else stored.to(dtype)
+
+
+def _kept_wide(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps a parameter in float32 in a model of this type."""
+    wide = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        wide |= set(model._keep_in_fp32_modules or ())
+    return any(part in wide for part in name.split("."))
+
+
+def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = value
+    else:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def _check_all_used(model: nn.Module, file: GGUFFile, architecture: Architecture, keys: Keys, used: set[str]) -> None:
+    """Nothing of the model is empty, nothing of the file was left out."""
+    empty = [name for name, value in model.named_parameters() if value.is_meta]
+    if empty:
+        raise ValueError(f"from_gguf: every parameter must have its tensor, got none for {', '.join(empty[:3])}")
+    left = [
+        name
+        for name in file
+        if name not in used
+        and not re.fullmatch(architecture.unused, name)
+        and not ((layer := re.match(r"blk\.(\d+)\.", name)) and int(layer[1]) >= keys.layers)
+    ]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ValueError(
+            f"from_gguf: the model of {file.architecture} in transformers must have a place for every tensor, got "
+            f"{', '.join(left[:3])}{more}"
+        )

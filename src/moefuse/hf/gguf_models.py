@@ -1,0 +1,520 @@
+"""GGUF architectures as transformers models: the configuration from the metadata, and which tensor is which parameter.
+
+llama.cpp names tensors in its own way and turns some of them over when it converts a model; this is the way back. Sizes
+are read off the tensors where they can be. An architecture is a row in `ARCHITECTURES`, with a test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefuse.nn.from_gguf import expert_layers, read_rule
+from moefuse.quant.gguf import GGUFFile
+from moefuse.types import Routing
+
+_NEEDED = object()
+#: tokens that end an answer, which a file need not name
+_ENDS = frozenset(
+    (
+        "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>",
+        "<|return|>", "<|call|>",
+    )
+)  # fmt: skip
+
+
+class Keys:
+    """A file's metadata under its architecture's name, and the sizes of its tensors."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.expert_layers = expert_layers(file)
+        self.rule: Routing = read_rule(file, self.expert_layers[0])
+        self.layers: int = self("block_count") - self("nextn_predict_layers", 0)
+        stored = {match[1] for match in map(re.compile(r"blk\.(\d+)\.").match, file) if match}
+        if not 0 < self.layers <= len(stored):
+            raise ValueError(f"from_gguf: block_count must be that of the tensors, {len(stored)}, got {self.layers}")
+
+    def __call__(self, name: str, default: Any = _NEEDED) -> Any:
+        """The value of a key; an array as a list."""
+        key = f"{self.file.architecture}.{name}"
+        value = self.file.metadata.get(key, default)
+        if value is _NEEDED:
+            raise ValueError(f"from_gguf: the file must give {key}, got none")
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def width(self, ending: str, dim: int = -1) -> int | None:
+        """The size of the first layer's tensor of this name, None where no layer has one."""
+        for layer in range(self.layers):
+            info = self.file.infos.get(f"blk.{layer}.{ending}")
+            if info is not None:
+                return info.shape[dim]
+        return None
+
+    def has(self, ending: str) -> bool:
+        return self.width(ending) is not None
+
+    def token(self, name: str) -> int | None:
+        return self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A parameter made from these tensors of its layer, given as ``function(keys, *tensors)``."""
+
+    names: tuple[str, ...]
+    function: Callable[..., Tensor]
+
+
+#: what a parameter is made from; of several the first that the file has
+Source = str | Made | tuple[str | Made, ...]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of file.
+
+    Attributes:
+        config: the configuration's fields, ``model_type`` among them.
+        tensors: parameter -> source, for those outside the layers by their whole name, for the others within the layer.
+        unused: names of tensors that the model has no use for, as an expression.
+    """
+
+    config: Callable[[Keys], dict[str, Any]]
+    tensors: Mapping[str, Source]
+    unused: str = "(?!)"
+
+    def source(self, parameter: str) -> tuple[tuple[tuple[str, ...], Callable[..., Tensor] | None], ...]:
+        """Ways to make a parameter: names of tensors in the file, and what to do with them."""
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", parameter)
+        prefix, found = (f"blk.{match[1]}.", self.tensors.get(match[2])) if match else ("", self.tensors.get(parameter))
+        ways = found if isinstance(found, tuple) else () if found is None else (found,)
+        return tuple(
+            ((prefix + way,), None)
+            if isinstance(way, str)
+            else (tuple(prefix + name for name in way.names), way.function)
+            for way in ways
+        )
+
+
+def _rope(keys: Keys) -> dict[str, Any]:
+    """The rotary embedding; a kind that is not carried over is refused."""
+    kind = keys("rope.scaling.type", "none")
+    rope = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 10000.0)}
+    if "rope_freqs.weight" in keys.file and keys.file.architecture != "gemma4":
+        raise ValueError(
+            "from_gguf: rotary frequencies must follow from the metadata, got the tensor rope_freqs.weight"
+        )
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"from_gguf: rope.scaling.type must be none, linear or yarn, got {kind}")
+    rope |= {"rope_type": kind, "factor": keys("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = keys("rope.scaling.original_context_length")
+        for name in ("beta_fast", "beta_slow"):
+            found = keys(f"rope.scaling.yarn_{name}", None)
+            if found is not None:
+                rope[name] = found
+    return rope
+
+
+def _common(keys: Keys) -> dict[str, Any]:
+    ends = [keys.token(name) for name in ("eos", "eot", "eom")]
+    ends += [i for i, token in enumerate(keys.file.metadata.get("tokenizer.ggml.tokens", ())) if token in _ENDS]
+    unique = list(dict.fromkeys(end for end in ends if end is not None))
+    heads, kv_heads = (
+        value[0] if isinstance(value, list) and len(set(value)) == 1 else value  # one for each layer
+        for value in (keys("attention.head_count"), keys("attention.head_count_kv", keys("attention.head_count")))
+    )
+    words, hidden = keys.file.infos.get("token_embd.weight"), keys("embedding_length")
+    if words is None or words.shape[1:] != (hidden,):
+        got = "none" if words is None else list(words.shape)
+        raise ValueError(f"from_gguf: the file must have token_embd.weight [words, {hidden}], got {got}")
+    return {
+        "vocab_size": words.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": keys.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": keys("context_length"),
+        "rms_norm_eps": keys("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(keys),
+        # llama.cpp leaves the output matrix out where it is the embedding's.
+        "tie_word_embeddings": "output.weight" not in keys.file,
+        "bos_token_id": keys.token("bos"),
+        "eos_token_id": unique[0] if len(unique) == 1 else unique or None,
+        "pad_token_id": keys.token("padding"),
+        "num_experts_per_tok": keys.rule.top_k,
+    }
+
+
+def _head_dim(keys: Keys) -> int:
+    return int(keys("attention.key_length", keys("embedding_length") // keys("attention.head_count")))
+
+
+def _refuse_other_rules(keys: Keys, **known: Any) -> None:
+    """The model's router has no more to set than these; what the file says beside them would be lost."""
+    fixed = {"score": "softmax", "scale": 1.0, "groups": 1} | known
+    for name, want in fixed.items():
+        got = getattr(keys.rule, name)
+        if got != want:
+            raise ValueError(f"from_gguf: a router of {keys.file.architecture} must have {name} {want}, got {got}")
+
+
+_OUTSIDE: dict[str, Source] = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_NORMS: dict[str, Source] = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+_PARTS = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+_ATTENTION: dict[str, Source] = {
+    **{
+        f"self_attn.{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")
+    },
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+}
+
+
+def _mlp(module: str, ending: str = "") -> dict[str, Source]:
+    """A gated MLP; ``ending`` tells the shared expert's tensors from a dense layer's."""
+    return {f"{module}.{part}_proj.weight": f"ffn_{part}{ending}.weight" for part in ("gate", "up", "down")}
+
+
+_PLAIN = _OUTSIDE | _NORMS | _ATTENTION | _mlp("mlp")
+_GATE: dict[str, Source] = {"mlp.gate.weight": "ffn_gate_inp.weight"}
+
+
+def _dense_layers(keys: Keys) -> list[int]:
+    return [layer for layer in range(keys.layers) if layer not in keys.expert_layers]
+
+
+def _qwen3moe(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys)
+    dense = keys.width("ffn_down.weight")
+    return (
+        _common(keys)
+        | {
+            "model_type": "qwen3_moe",
+            "head_dim": _head_dim(keys),
+            "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
+            "num_experts": keys.width("ffn_gate_inp.weight", 0),
+            "norm_topk_prob": keys.rule.renormalize,
+            "mlp_only_layers": _dense_layers(keys),
+            "attention_bias": keys.has("attn_q.bias"),
+        }
+        | ({} if dense is None else {"intermediate_size": dense})
+    )
+
+
+def _qwen2moe(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys)
+    return _common(keys) | {
+        "model_type": "qwen2_moe",
+        "intermediate_size": keys.width("ffn_down.weight") or keys.width("ffn_down_shexp.weight"),
+        "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
+        "shared_expert_intermediate_size": keys.width("ffn_down_shexp.weight"),
+        "num_experts": keys.width("ffn_gate_inp.weight", 0),
+        "norm_topk_prob": keys.rule.renormalize,
+        "mlp_only_layers": _dense_layers(keys),
+        "qkv_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys, renormalize=True)
+    return _common(keys) | {
+        "model_type": "mixtral",
+        "head_dim": _head_dim(keys),
+        "intermediate_size": keys.width("ffn_down_exps.weight"),
+        "num_local_experts": keys.width("ffn_gate_inp.weight", 0),
+    }
+
+
+def _olmoe(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys)
+    return _common(keys) | {
+        "model_type": "olmoe",
+        "intermediate_size": keys.width("ffn_down_exps.weight"),
+        "num_experts": keys.width("ffn_gate_inp.weight", 0),
+        "norm_topk_prob": keys.rule.renormalize,
+        "clip_qkv": keys("attention.clamp_kqv", None),
+    }
+
+
+def _granitemoe(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys, renormalize=True)
+    shared = keys.width("ffn_down_shexp.weight")
+    # Zero is how a file says "none".
+    return (
+        _common(keys)
+        | {
+            "model_type": "granitemoe" if shared is None else "granitemoeshared",
+            "intermediate_size": keys.width("ffn_down_exps.weight"),
+            "num_local_experts": keys.width("ffn_gate_inp.weight", 0),
+            "attention_bias": keys.has("attn_q.bias"),
+            "attention_multiplier": keys("attention.scale", 0) or _head_dim(keys) ** -0.5,
+            "embedding_multiplier": keys("embedding_scale", 0) or 1.0,
+            "residual_multiplier": keys("residual_scale", 0) or 1.0,
+            "logits_scaling": keys("logit_scale", 0) or 1.0,
+        }
+        | ({} if shared is None else {"shared_intermediate_size": shared})
+    )
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys, renormalize=True)
+    rope = _rope(keys)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as the model was trained; the file does not say
+    return _common(keys) | {
+        "model_type": "gpt_oss",
+        "head_dim": _head_dim(keys),
+        "intermediate_size": keys.width("ffn_down_exps.weight"),
+        "num_local_experts": keys.width("ffn_gate_inp.weight", 0),
+        "sliding_window": keys("attention.sliding_window"),
+        "rope_parameters": rope,
+    }
+
+
+def _deepseek2(keys: Keys) -> dict[str, Any]:
+    """DeepSeek V2 where routers take a softmax, V3 (and Kimi K2) where they take sigmoids."""
+    sigmoid = keys.rule.score == "sigmoid"
+    if not sigmoid:
+        _refuse_other_rules(keys, scale=keys.rule.scale, groups=keys.rule.groups, renormalize=False)
+    rotated = keys("rope.dimension_count")
+    # Files from before the compressed cache give the sizes of a head without the ending.
+    head = keys("attention.key_length_mla", None) or keys("attention.key_length")
+    value = keys("attention.value_length_mla", None) or keys("attention.value_length")
+    rope = _rope(keys)
+    scale = keys("rope.scaling.yarn_log_multiplier", None)
+    if rope["rope_type"] == "yarn" and scale:
+        rope |= {"mscale": 10 * scale, "mscale_all_dim": 10 * scale}
+    groups = {"n_group": keys.rule.groups, "topk_group": keys.rule.top_groups}
+    method = {} if sigmoid else {"topk_method": "group_limited_greedy" if keys.rule.groups > 1 else "greedy"}
+    return _common(keys) | method | groups | {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "num_key_value_heads": keys("attention.head_count"),
+        "q_lora_rank": keys("attention.q_lora_rank", None),
+        "kv_lora_rank": keys("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rope,
+        "first_k_dense_replace": keys("leading_dense_block_count", 0),
+        "intermediate_size": keys.width("ffn_down.weight") or keys.width("ffn_down_exps.weight"),
+        "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
+        "n_routed_experts": keys.width("ffn_gate_inp.weight", 0),
+        "n_shared_experts": keys("expert_shared_count"),
+        "routed_scaling_factor": keys.rule.scale,
+        "norm_topk_prob": keys.rule.renormalize,
+    }  # fmt: skip
+
+
+def _gemma4(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys, renormalize=True)
+    sliding = [bool(flag) for flag in keys("attention.sliding_window_pattern")][: keys.layers]
+    whole = sliding.index(False)
+    kv_heads = keys("attention.head_count_kv")
+    per_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * keys.layers
+    frequencies: Any = keys.file.get("rope_freqs.weight")
+    # Dimensions that are not rotated have a frequency that is divided by a huge number.
+    rotated = 0.25 if frequencies is None else float((frequencies == 1).float().mean())
+    widths = {keys.file.infos[f"blk.{layer}.ffn_down.weight"].shape[-1] for layer in range(keys.layers)}
+    vocabulary = keys.file.infos.get("per_layer_token_embd.weight")
+    common = _common(keys)
+    return common | {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": per_layer[sliding.index(True)] if True in sliding else per_layer[whole],
+        "num_global_key_value_heads": per_layer[whole],
+        "head_dim": keys("attention.key_length_swa"),
+        "global_head_dim": keys("attention.key_length"),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
+        "sliding_window": keys("attention.sliding_window"),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10000.0)},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": keys("rope.freq_base"), "partial_rotary_factor": rotated,
+            },
+        },
+        "final_logit_softcapping": keys("final_logit_softcapping", None),
+        "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in keys.file,
+        "num_kv_shared_layers": keys("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": keys("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": common["vocab_size"] if vocabulary is None else vocabulary.shape[0],
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": len(widths) > 1,
+        "enable_moe_block": True,
+        "num_experts": keys.width("ffn_gate_inp.weight", 0),
+        "top_k_experts": keys.rule.top_k,
+        "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
+    }  # fmt: skip
+
+
+def _qwen35moe(keys: Keys) -> dict[str, Any]:
+    _refuse_other_rules(keys, renormalize=True)
+    head, value_heads = _head_dim(keys), keys("ssm.time_step_rank")
+    kinds = ("linear_attention", "full_attention")
+    return _common(keys) | {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": head,
+        "layer_types": [kinds[f"blk.{layer}.attn_q.weight" in keys.file] for layer in range(keys.layers)],
+        "linear_conv_kernel_dim": keys("ssm.conv_kernel"),
+        "linear_key_head_dim": keys("ssm.state_size"),
+        "linear_num_key_heads": keys("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": keys("ssm.inner_size") // value_heads,
+        "rope_parameters": _rope(keys) | {
+            "mrope_section": [size for size in keys("rope.dimension_sections", [11, 11, 10]) if size],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": keys("rope.dimension_count") / head,
+        },
+        "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
+        "shared_expert_intermediate_size": keys.width("ffn_down_shexp.weight"),
+        "num_experts": keys.width("ffn_gate_inp.weight", 0),
+    }  # fmt: skip
+
+
+def _unpermuted(heads: str) -> Callable[[Keys, Tensor], Tensor]:
+    """llama.cpp pairs the dimensions that rotate together as neighbours; transformers has the halves of a head."""
+
+    def function(keys: Keys, rows: Tensor) -> Tensor:
+        count = keys(heads, keys("attention.head_count"))
+        return rows.view(count, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    return function
+
+
+_ROTATED: dict[str, Source] = {
+    f"self_attn.{ours}.{kind}": Made((f"{theirs}.{kind}",), _unpermuted(heads))
+    for ours, theirs, heads in (
+        ("q_proj", "attn_q", "attention.head_count"),
+        ("k_proj", "attn_k", "attention.head_count_kv"),
+    )
+    for kind in ("weight", "bias")
+}
+
+
+def _compressed(_: Keys, k: Tensor, v: Tensor) -> Tensor:
+    """Keys ``[heads, rank, size]`` and values ``[heads, size, rank]`` as one product."""
+    return torch.cat((k.transpose(1, 2), v), 1).flatten(0, 1)
+
+
+def _as_row(_: Keys, vector: Tensor) -> Tensor:
+    return vector.reshape(1, -1)
+
+
+def _less_one(_: Keys, weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+def _grouped(keys: Keys, rows: Tensor, size: int = 1) -> Tensor:
+    """Value heads of linear attention, which llama.cpp deals out to the key heads in turn, by key head again."""
+    by_turn = rows.view(-1, keys("ssm.group_count"), size, *rows.shape[1:])
+    return by_turn.transpose(0, 1).reshape(rows.shape)
+
+
+def _value_size(keys: Keys) -> int:
+    return int(keys("ssm.inner_size") // keys("ssm.time_step_rank"))
+
+
+def _grouped_values(keys: Keys, rows: Tensor) -> Tensor:
+    return _grouped(keys, rows, _value_size(keys))
+
+
+def _grouped_tail(keys: Keys, rows: Tensor) -> Tensor:
+    """As `_grouped_values`, behind the rows of queries and keys."""
+    head = 2 * keys("ssm.state_size") * keys("ssm.group_count")
+    return torch.cat((rows[:head], _grouped_values(keys, rows[head:])))
+
+
+_LINEAR_ATTENTION: dict[str, Source] = {
+    "linear_attn.in_proj_qkv.weight": Made(("attn_qkv.weight",), _grouped_tail),
+    "linear_attn.in_proj_z.weight": Made(("attn_gate.weight",), _grouped_values),
+    "linear_attn.in_proj_a.weight": Made(("ssm_alpha.weight",), _grouped),
+    "linear_attn.in_proj_b.weight": Made(("ssm_beta.weight",), _grouped),
+    "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), lambda keys, t: _grouped_tail(keys, t).unsqueeze(1)),
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), lambda keys, t: _grouped_values(keys, t.T).T.contiguous()),
+    "linear_attn.A_log": Made(("ssm_a",), lambda keys, t: _grouped(keys, (-t).log())),
+    "linear_attn.dt_bias": Made(("ssm_dt.bias",), _grouped),
+}
+_OFFSET_NORMS: dict[str, Source] = {
+    name: Made((stored,), _less_one)
+    for name, stored in {
+        "model.norm.weight": "output_norm.weight",
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "self_attn.q_norm.weight": "attn_q_norm.weight",
+        "self_attn.k_norm.weight": "attn_k_norm.weight",
+    }.items()
+}
+_SHARED_GATE: dict[str, Source] = {
+    "mlp.shared_expert_gate.weight": Made(("ffn_gate_inp_shexp.weight",), _as_row),
+    **_mlp("mlp.shared_expert", "_shexp"),
+}
+_GRANITE: dict[str, Source] = {
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "shared_mlp.input_linear.weight": Made(
+        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), lambda _, gate, up: torch.cat((gate, up))
+    ),
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+}
+_GPT_OSS: dict[str, Source] = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+}
+_COMPRESSED_ATTENTION: dict[str, Source] = {
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.kv_b_proj.weight": (Made(("attn_k_b.weight", "attn_v_b.weight"), _compressed), "attn_kv_b.weight"),
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **_mlp("mlp.shared_experts", "_shexp"),
+}
+_GEMMA4: dict[str, Source] = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "per_layer_input_gate.weight": "inp_gate.weight",
+    "per_layer_projection.weight": "proj.weight",
+    "post_per_layer_input_norm.weight": "post_norm.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3moe": Architecture(_qwen3moe, _PLAIN | _GATE),
+    "qwen2moe": Architecture(_qwen2moe, _PLAIN | _GATE | _SHARED_GATE),
+    "qwen35moe": Architecture(_qwen35moe, _PLAIN | _GATE | _SHARED_GATE | _OFFSET_NORMS | _LINEAR_ATTENTION),
+    "llama": Architecture(_mixtral, _PLAIN | _GATE | _ROTATED),
+    "olmoe": Architecture(_olmoe, _PLAIN | _GATE),
+    "granitemoe": Architecture(_granitemoe, _PLAIN | _GRANITE | _ROTATED),
+    "gpt-oss": Architecture(_gpt_oss, _PLAIN | _GPT_OSS),
+    # For a while the converter wrote the product and its halves.
+    "deepseek2": Architecture(_deepseek2, _PLAIN | _GATE | _COMPRESSED_ATTENTION, r"blk\.\d+\.attn_kv_b\.weight"),
+    "gemma4": Architecture(_gemma4, _PLAIN | _GEMMA4, r"rope_freqs\.weight"),
+}

@@ -1,0 +1,378 @@
+"""Calls replayed from a recording give what the first call gave, and a call that differs gets no wrong recording."""
+
+import contextlib
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse import Routing
+from moefuse.ops import replay, select
+from moefuse.testing import cases
+from moefuse.testing.compare import difference
+from moefuse.testing.poison import poisoned
+
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+E, H, I, TOP_K = 5, 48, 24, 2
+ROUTING = Routing(top_k=TOP_K)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    select.forget()
+    yield
+    select.forget()
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target[1])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param[1]
+
+
+class Block:
+    """One layer's weights and a call of it."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = device, dtype
+        self.router = self.random(E, H, scale=H**-0.5)
+        self.gate_up = self.random(E, 2 * I, H, scale=H**-0.5)
+        self.down = self.random(E, H, I, scale=I**-0.5)
+        self.norm, self.next_norm = (self.random(H).abs() + 0.5 for _ in range(2))
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape) * scale).to(self.device, self.dtype)
+
+    def __call__(self, x: Tensor, residual: Tensor, backend: str = "triton", **changes: Any) -> tuple[Tensor, Tensor]:
+        def cast(t: Any) -> Any:
+            return t.double() if backend == "reference" and isinstance(t, Tensor) else t
+
+        options = {"norm_weight": self.norm, "residual": residual, "next_norm_weight": self.next_norm} | changes
+        return moefuse.moe(
+            cast(x), cast(self.router), cast(self.gate_up), cast(self.down), ROUTING, backend=backend,
+            **{name: cast(value) for name, value in options.items()},
+        )  # fmt: skip
+
+    def check(self, x: Tensor, residual: Tensor, **changes: Any) -> None:
+        """The call agrees with float64."""
+        want = self(x, residual, "reference", **changes)
+        with poisoned():
+            got = self(x, residual, **changes)
+        bound = 2e-6 if self.dtype == torch.float32 else 4e-3
+        for have, goal in zip(got, want, strict=True):
+            assert difference(have, goal).worst < bound
+
+
+def recordings(of_blocks: bool = True) -> int:
+    """How many there are of whole blocks, or of parts of one: gate and experts."""
+    return sum(
+        record.again is not None and of_blocks == (facts[0] == "experts" and ROUTING in facts)
+        for (facts, *_), record in replay._RECORDS.items()
+    )
+
+
+@pytest.mark.parametrize("T", [1, 2, 6])
+def test_a_replay_has_the_bits_of_the_first_call(T: int, device: str) -> None:
+    """Other tokens and another layer of the same shape share the recording; T of 6 goes through plan and products."""
+    first = Block(device)
+    for _ in range(2):
+        first.check(first.random(T, H), first.random(T, H))
+    assert recordings() == 1
+    other = Block(device)
+    x, residual = other.random(T, H), other.random(T, H)
+    other.check(x, residual)
+    assert recordings() == 1
+    with poisoned():
+        replayed = other(x, residual)
+        select.forget()
+        plain = other(x, residual)
+    assert recordings() == 0
+    assert all(torch.equal(have, want) for have, want in zip(replayed, plain, strict=True))
+
+
+#: of the calls of the case table, what the short run replays; and what takes the interpreter minutes
+SHORT = {"gate/one_token", "gate/gemma4", "experts/decode", "experts/single", "experts/apart"}
+LONG = {"gate/many", "experts/prefill"}
+IN_BLOCKS = {"experts/mixed", "experts/q4_k_m_decode"}
+REPLAYED = [
+    pytest.param(case, id=case.id, marks=() if case.id in SHORT else pytest.mark.slow)
+    for case in cases.CASES
+    if case.op in ("gate", "experts", "moe") and case.id not in LONG and (not case.specs or case.id in IN_BLOCKS)
+]
+
+
+@pytest.mark.parametrize("case", REPLAYED)
+def test_the_case_table_replayed(case: cases.Case, device: str, rng: torch.Generator) -> None:
+    """Three calls with other numbers: one that is checked, one that is recorded and one that is only replayed."""
+    for seed in range(3):
+        outcome = cases.run(case, torch.float32, "triton", device, rng.initial_seed() + seed, gradients=False)
+        assert outcome.passed, outcome.describe()
+    copies = case.id == "experts/strided"
+    assert copies or any(record.again is not None for record in replay._RECORDS.values())
+
+
+def test_gate_and_experts_have_recordings_of_their_own(device: str) -> None:
+    block = Block(device)
+    for _ in range(3):
+        x = block.random(2, H)
+        weights, ids, normed = moefuse.gate(
+            x, block.router, ROUTING, norm_weight=block.norm, return_normed=True, backend="triton"
+        )
+        plain = moefuse.gate(normed, block.router, ROUTING, return_normed=True, backend="triton")
+        assert plain[2] is normed
+        got = moefuse.experts(normed, ids, weights, block.gate_up, block.down, residual=x, backend="triton")
+        want = block(x, x, "reference", next_norm_weight=None)
+        assert torch.equal(plain[1], ids)
+        assert difference(got, want).worst < 2e-6
+    assert recordings(of_blocks=False) == 3
+
+
+def test_outputs_may_be_given_and_may_be_the_residual(device: str) -> None:
+    block = Block(device)
+    for _ in range(3):
+        x, residual = block.random(1, H), block.random(1, H)
+        want = block(x, residual, "reference")
+        normed = torch.full_like(x, torch.nan)
+        got = block(x, residual, out=residual, normed_out=normed)
+        assert got[0] is residual
+        assert got[1] is normed
+        for have, goal in zip(got, want, strict=True):
+            assert difference(have, goal).worst < 2e-6
+    assert recordings() == 1
+
+
+def test_whatever_changes_makes_another_call(device: str) -> None:
+    block = Block(device)
+    for _ in range(2):
+        block.check(block.random(1, H), block.random(1, H))
+    wide = block.random(1, 2 * H)
+    block.check(wide[:, ::2], block.random(1, H))
+    block.check(block.random(1 + H)[1:].view(1, H), block.random(1, H))
+    block.check(block.random(1, H), block.random(1, H), eps=0.5)
+    block.check(block.random(1, H), block.random(1, H), activation="relu")
+    block.check(block.random(1, H), block.random(1, H), shared=block.random(1, H))
+    block.check(block.random(2, H), block.random(2, H))
+    half = Block(device, torch.float16)
+    half.check(half.random(1, H), half.random(1, H))
+    block.check(wide[:, ::2], block.random(1, H))
+    block.check(wide[:, 1::2], block.random(1, H))
+    assert recordings() == 2
+
+
+def test_weights_changed_in_place_are_seen(device: str) -> None:
+    """Other numbers, another memory, and other strides on the same memory."""
+    block = Block(device)
+    block.gate_up = torch.nn.Parameter(block.gate_up, requires_grad=False)
+    x, residual = block.random(1, H), block.random(1, H)
+    for _ in range(2):
+        block.check(x, residual)
+    block.gate_up.copy_(block.random(E, 2 * I, H, scale=H**-0.5))
+    block.check(x, residual)
+    block.gate_up.data = block.random(E, 2 * I, H, scale=H**-0.5)
+    block.check(x, residual)
+    assert 2 * I == H
+    block.gate_up.data = block.gate_up.data.mT
+    block.check(x, residual)
+    block.check(x, residual)
+
+
+def test_a_run_that_copies_is_not_recorded(device: str) -> None:
+    """A residual that lies apart is made contiguous first, which launches alone would leave out."""
+    block = Block(device)
+    for _ in range(3):
+        block.check(block.random(2, H), block.random(H, 2).mT)
+    assert recordings() == 0
+
+
+def test_mistakes_are_refused_every_time(device: str) -> None:
+    block = Block(device)
+    x = block.random(1, H)
+    for _ in range(3):
+        block.check(x, x)
+        with pytest.raises(ValueError, match=r"moe: residual must be \[T=1, H=48\], got T=2"):
+            block(x, block.random(2, H))
+        with pytest.raises(TypeError, match="gate: eps must be a number, got bool"):
+            block(x, x, eps=True)
+        with pytest.raises(TypeError, match="moe: activation must be a name or an Activation, got list"):
+            block(x, x, activation=["silu"])
+        with pytest.raises(TypeError, match="moe: x must be a tensor, got NoneType"):
+            block(None, x)
+
+
+def test_gradients_and_fake_tensors_are_seen(device: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    block = Block(device)
+    for _ in range(2):
+        block.check(block.random(1, H), block.random(1, H))
+    x = block.random(1, H).requires_grad_()
+    block(x, block.random(1, H))[0].sum().backward()
+    assert x.grad.abs().sum() > 0
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out, _ = block(mode.from_tensor(block.random(1, H)), block.random(1, H))
+    assert type(out).__name__ == "FakeTensor"
+
+
+def test_records_are_bounded_and_keep_no_weights(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST", 6)
+    block = Block(device)
+    for T in (1, 2, 3, 4):
+        for _ in range(2):
+            block.check(block.random(T, H), block.random(T, H))
+    assert 0 < recordings() <= len(replay._RECORDS) <= 6
+    kept = [weakref.ref(t) for t in (block.router, block.gate_up, block.down, block.norm)]
+    del block
+    gc.collect()
+    assert all(ref() is None for ref in kept)
+
+
+class Compiled:
+    """A kernel as Triton compiles it, run in the interpreter: it takes addresses where tensors were."""
+
+    function, packed_metadata = object(), (4, 1, 0)
+
+    def __init__(self, kernel: Any, types: list[torch.dtype | None], names: list[str], seen: list[Any]) -> None:
+        self.kernel, self.types, self.names, self.seen = kernel, types, names, seen
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def run(*args: Any, stream: int) -> None:
+            self.run(*grid, stream, self.function, self.packed_metadata, None, None, None, *args)
+
+        return run
+
+    def run(self, x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
+        assert function is self.function
+        assert metadata is self.packed_metadata
+        hooks, args, constants = rest[:3], rest[3 : 3 + len(self.types)], rest[3 + len(self.types) :]
+        assert hooks == (None, None, None)
+        at = [a if kind is None else _tensor_at(a, kind) for a, kind in zip(args, self.types, strict=True)]
+        self.seen.append((stream, [a for a, kind in zip(args, self.types, strict=True) if kind is not None]))
+        self.kernel[x, y, z](*at, **dict(zip(self.names, constants, strict=True)))
+
+
+def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
+    """One element; kernels go on from its address."""
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Recordings as on a GPU, by addresses. Lists the stream and the pointers of each launch."""
+    if TARGETS != [("triton", "cpu")]:
+        pytest.skip("a GPU is here: every test above replays by addresses")
+    from moefuse.backends.triton import launch, recording
+
+    seen: list[Any] = []
+
+    def compiled_for(kernel: Any, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        names = [name for name in options if name not in launch._COMPILER_OPTIONS]
+        types = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
+        return Compiled(kernel, types, names, seen), tuple(options[name] for name in names)
+
+    monkeypatch.setattr(recording, "INTERPRETED", False)
+    monkeypatch.setattr(recording, "compiled_for", compiled_for)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("T", [1, 2, 6])
+def test_a_replay_by_addresses(T: int, launched: list[Any]) -> None:
+    block = Block("cpu")
+    for _ in range(4):
+        block.check(block.random(T, H), block.random(T, H))
+    assert len(launched) == 3 * (3 if T < 6 else 5)
+    assert all(stream == 0 for stream, _ in launched)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_view_of_a_stack_begins_inside_it() -> None:
+    """Gate and up rows of one stack, in both layouts, and experts whose stack is a slice of a larger one."""
+    block = Block("cpu")
+    for layout in ("halves", "interleaved"):
+        for _ in range(3):
+            block.check(block.random(1, H), block.random(1, H), layout=layout)
+    block.gate_up = block.random(E + 3, 2 * I, H, scale=H**-0.5)[2 : 2 + E]
+    for _ in range(3):
+        block.check(block.random(1, H), block.random(1, H))
+    assert recordings() == 2
+
+
+def test_a_tensor_at_an_odd_address_takes_the_long_way(launched: list[Any]) -> None:
+    """Kernels are compiled for addresses that are multiples of 16, or for any."""
+    block = Block("cpu")
+    for _ in range(2):
+        block.check(block.random(1, H), block.random(1, H))
+    odd = block.random(1 + H)[1:].view(1, H)
+    block.check(odd, block.random(1, H))
+    assert launched
+    assert all(odd.data_ptr() not in addresses for _, addresses in launched)
+
+
+def test_each_stream_has_its_counters(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.backends.triton.launch import _COUNTERS, counters_on
+
+    block = Block("cpu")
+    x = block.random(1, H)
+    for stream in (0, 0, 7, 0):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
+        block.check(x, x)
+    cpu = torch.device("cpu")
+    try:
+        for step, stream in enumerate((0, 7, 0)):
+            for seen, addresses in (launched[3 * step], launched[3 * step + 2]):  # the router and the down product
+                assert seen == stream
+                assert counters_on(cpu, stream).data_ptr() in addresses
+                assert counters_on(cpu, 7 - stream).data_ptr() not in addresses
+    finally:
+        del _COUNTERS[cpu, 7]
+
+
+def test_another_device_is_made_current(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    block, entered = Block("cpu"), []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(which)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: which.index)
+            yield
+
+    for _ in range(2):
+        block.check(block.random(1, H), block.random(1, H))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    block.check(block.random(1, H), block.random(1, H))
+    assert entered == [torch.device("cpu")]
+    assert len(launched) == 6
+
+
+def test_profilers_see_replayed_launches(launched: list[Any]) -> None:
+    import triton
+
+    block = Block("cpu")
+    hook = lambda _: None  # noqa: E731
+    for _ in range(2):
+        block.check(block.random(1, H), block.random(1, H))
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        block.check(block.random(1, H), block.random(1, H))
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(launched) == 6
+
+
+def test_a_kernel_that_was_never_compiled_is_not_replayed(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.backends.triton import recording
+
+    monkeypatch.setattr(recording, "compiled_for", lambda *_: None)
+    block = Block("cpu")
+    for _ in range(3):
+        block.check(block.random(1, H), block.random(1, H))
+    assert recordings() == 0
+    assert not launched

@@ -1,0 +1,350 @@
+"""The search for tiles, with clocks and timings made up: what wins, what must not, and what is kept."""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+from typer.testing import CliRunner
+
+import moefuse
+from moefuse.bench import tune as search
+from moefuse.bench.shapes import Shape
+from moefuse.ops import select
+from moefuse.testing.compare import Tolerance, difference
+
+pytest.importorskip("triton")
+from moefuse.backends.triton import tuned
+from moefuse.backends.triton.tiles import FEW_TOKENS, Tile
+
+CPU = torch.device("cpu")
+command = importlib.import_module("moefuse.cli.tune")
+SHAPE = Shape("custom", experts=4, hidden=64, intermediate=32, top_k=2)
+UP, DOWN = search.products(SHAPE, FEW_TOKENS + 4, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A built-in table that is the same on every machine."""
+    monkeypatch.setenv("MOEFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned.Product, "built_in", lambda *_: Tile(16, 32, 32, 4, 1))
+    tuned.forget()
+    yield
+    tuned.forget()
+    select.forget()
+
+
+class Made:
+    """A trial whose time is a function of the tiles of both products, and whose result may depend on them."""
+
+    tolerance = Tolerance(1e-3, 1e-3, "made up")
+
+    def __init__(self, cost: Callable[[Tile], float], result: Callable[[Tile], float] = lambda _: 1.0) -> None:
+        self.cost, self.result, self.products = cost, result, (UP, DOWN)
+
+    def tiles(self) -> list[Tile]:
+        return [tuned.tile_for(product, CPU) for product in self.products]
+
+    def results(self) -> list[Tensor]:
+        return [torch.full((2, 3), sum(map(self.result, self.tiles())))]
+
+    def seconds(self) -> float:
+        return sum(map(self.cost, self.tiles()))
+
+
+def found(trial: Made, seconds: float = 1e9, clock: Callable[[], float] = lambda: 0.0) -> tuple[Tile, search.Finding]:
+    return search.search(UP, trial, CPU, seconds, clock, lambda: None)
+
+
+def test_it_climbs_to_the_best_tile() -> None:
+    def cost(tile: Tile) -> float:
+        return 1 + abs(tile.n - 128) / 64 + abs(tile.warps - 8) + abs(tile.stages - 3)
+
+    best, finding = found(Made(cost))
+    assert (best.n, best.warps, best.stages) == (128, 8, 3)
+    assert finding.old == dataclasses.asdict(UP.built_in(CPU))
+    assert finding.new == dataclasses.asdict(best)
+    assert finding.gain > 1
+    assert finding.wrong == finding.failed == 0
+    assert tuned.tile_for(UP, CPU) == UP.built_in(CPU), "a search leaves no tile behind"
+
+
+def test_a_switch_is_tried_too() -> None:
+    assert found(Made(lambda tile: 1 if tile.copy_engine else 2))[0].copy_engine
+
+
+def test_noise_changes_nothing() -> None:
+    built_in = UP.built_in(CPU)
+    best, finding = found(Made(lambda tile: 1.0 if tile == built_in else 0.99))
+    assert best == built_in
+    assert finding.gain == 1
+
+
+def test_a_gain_that_does_not_come_again_changes_nothing() -> None:
+    built_in, lucky = UP.built_in(CPU), itertools.chain([0.5], itertools.repeat(2.0))
+    assert found(Made(lambda tile: 1.0 if tile == built_in else next(lucky)))[0] == built_in
+
+
+def wide(tile: Tile) -> bool:
+    return tile.n > UP.built_in(CPU).n
+
+
+def test_a_fast_wrong_tile_never_wins() -> None:
+    for wrong in (1.01, float("nan"), float("inf")):
+        trial = Made(lambda tile: 0.1 if wide(tile) else 1.0, lambda tile, wrong=wrong: wrong if wide(tile) else 1.0)
+        best, finding = found(trial)
+        assert not wide(best)
+        assert finding.wrong > 0
+
+
+def test_a_tile_that_is_not_always_the_same_never_wins() -> None:
+    """Within the tolerance each time: a race, not a rounding."""
+    turns = itertools.count()
+    trial = Made(
+        lambda tile: 0.1 if wide(tile) else 1.0, lambda tile: 1.0 + (1e-5 * (next(turns) % 2) if wide(tile) else 0.0)
+    )
+    best, finding = found(trial)
+    assert not wide(best)
+    assert finding.wrong > 0
+
+
+def test_a_tile_that_cannot_be_compiled_is_passed_over() -> None:
+    def cost(tile: Tile) -> float:
+        if wide(tile):
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0
+
+    best, finding = found(Made(cost))
+    assert best == UP.built_in(CPU)
+    assert finding.failed > 0
+
+
+def test_the_time_is_kept() -> None:
+    """Each look at the clock costs a second."""
+    ticks = itertools.count()
+    _, finding = found(Made(lambda tile: 1000 / tile.n / tile.warps), 3.0, lambda: float(next(ticks)))
+    assert 0 < finding.tried <= 3
+
+
+@pytest.mark.parametrize("T", [1, 300])
+@pytest.mark.parametrize("kind", [None, "Q4_K"])
+def test_candidates_fit_the_card(T: int, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "shared_limit", lambda _: 64 * 1024)
+    shape = dataclasses.replace(SHAPE, hidden=256, intermediate=256, weights=kind and (kind, kind))
+    for product in search.products(shape, T, torch.bfloat16):
+        tiles = {product.built_in(CPU)}
+        for _ in range(4):
+            tiles |= {near for tile in tiles for near in search.neighbours(product, tile, CPU)}
+        tiles.discard(product.built_in(CPU))
+        assert len(tiles) > 20
+        for tile in tiles:
+            assert tile.shared_bytes(2, product.gated, product.format) <= 64 * 1024
+            assert tile.warps in (1, 2, 4, 8, 16)
+            assert kind is None or tile.k == product.built_in(CPU).k
+            assert T == 1 or tile.m >= 16
+
+
+def test_both_products_at_every_load_once() -> None:
+    """Token counts of one load share a tile; the down product is searched with the new tile of the up product."""
+    seen: list[int] = []
+
+    def cost(tile: Tile) -> float:
+        return 1.0 if tile.warps == 8 else 2.0
+
+    def trial(count: int) -> Made:
+        seen.append(count)
+        made = Made(cost)
+        made.products = tuple(search.products(SHAPE, count, torch.float32))
+        return made
+
+    findings, tiles = search.tune(
+        SHAPE, [1, 33, 60, 200], torch.float32, CPU, 1e9, lambda *_: None, trial=trial, clock=lambda: 0.0
+    )
+    assert seen == [1, 33, 200]
+    assert [(f.tokens, f.product.split(" E=")[0]) for f in findings] == [
+        (1, "few up"), (1, "few down"), (33, "up"), (33, "down"), (200, "up"), (200, "down"),
+    ]  # fmt: skip
+    assert [(f.old_seconds, f.new_seconds) for f in findings] == [(4.0, 3.0), (3.0, 2.0)] * 3
+    assert all(tile.warps == 8 for tile in tiles.values())
+    assert len(tiles) == 6
+
+
+@pytest.mark.skipif(not tuned.INTERPRETED, reason="a GPU is here: its own tiles are searched by `moefuse tune`")
+@pytest.mark.parametrize("T", [1, FEW_TOKENS + 4])
+def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, with made-up times: every tile that is tried gives the result of the built-in one."""
+    from moefuse.backends.triton import launch
+
+    used: set[int] = set()
+    monkeypatch.setattr(launch, "launch", _spy(launch.launch, used))
+    for module in ("few", "grouped_linear"):
+        monkeypatch.setattr(f"moefuse.backends.triton.{module}.launch", launch.launch)
+    x, router = torch.randn(T, 64), torch.randn(4, 64) / 8
+    gate_up, down = torch.randn(4, 64, 64) / 8, torch.randn(4, 64, 32) / 6
+    weights, ids = moefuse.gate(x, router, SHAPE.routing, backend="reference")
+    want = moefuse.experts(x.double(), ids, weights.double(), gate_up.double(), down.double(), backend="reference")
+
+    class Real(Made):
+        def results(self) -> list[Tensor]:
+            return [moefuse.experts(x, ids, weights, gate_up, down, backend="triton")]
+
+    product = search.products(SHAPE, T, torch.float32)[0]
+    trial = Real(lambda tile: 1.0 / tile.n)
+    trial.products = (product,)
+    trial.tolerance = Tolerance(2e-6, 2e-6, "float32 sums of 64 terms")
+    ticks = itertools.count()
+    best, finding = search.search(product, trial, CPU, 6.0, lambda: float(next(ticks)), lambda: None)
+    assert finding.wrong == finding.failed == 0
+    assert best.n > product.built_in(CPU).n
+    assert best.n in used
+    with tuned.trying(product, best):
+        assert difference(trial.results()[0], want).worst < 2e-6
+
+
+def _spy(real: Callable[..., None], used: set[int]) -> Callable[..., None]:
+    def launch(*args: Any, **options: Any) -> None:
+        used.add(options.get("BLOCK_N", 0))
+        real(*args, **options)
+
+    return launch
+
+
+BETTER = Tile(64, 64, 32, 8, 2)
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are looked up as on a GPU."""
+    monkeypatch.setattr(tuned, "INTERPRETED", False)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_what_was_kept_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.keep(CPU, {UP.name: BETTER})
+    assert tuned.tile_for(UP, CPU) == BETTER
+    assert tuned.tile_for(DOWN, CPU) == DOWN.built_in(CPU)
+    other = dataclasses.replace(UP, K=128)
+    assert tuned.tile_for(other, CPU) == other.built_in(CPU)
+    tuned.keep(CPU, {DOWN.name: BETTER, UP.name: None})
+    assert tuned.tile_for(UP, CPU) == UP.built_in(CPU)
+    assert tuned.tile_for(DOWN, CPU) == BETTER
+    monkeypatch.setattr(tuned.triton, "__version__", "9.9")
+    assert tuned.tile_for(DOWN, CPU) == DOWN.built_in(CPU)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_cards_and_versions_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.keep(CPU, {UP.name: BETTER})
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned.triton, "__version__", "9.9")
+        tuned.keep(CPU, {UP.name: dataclasses.replace(BETTER, n=128)})
+        assert tuned.tile_for(UP, CPU).n == 128
+    assert tuned.tile_for(UP, CPU) == BETTER
+    assert [path.name for path in tuned.path().parent.iterdir()] == ["tiles.json"]
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_tile_too_large_for_the_card_is_not_used() -> None:
+    tuned.keep(CPU, {UP.name: dataclasses.replace(BETTER, m=256, n=256, k=256, stages=8)})
+    assert tuned.tile_for(UP, CPU) == UP.built_in(CPU)
+
+
+def _entry(**changes: Any) -> str:
+    return json.dumps({"moefuse tiles": 1, "cards": {"x": {"y": dataclasses.asdict(BETTER) | changes}}})
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "{}", "7", '{"moefuse tiles": 99, "cards": {}}', '{"moefuse tiles": 1, "cards": []}',
+        _entry(n=48), _entry(n=0), _entry(k="64"), _entry(m=64.0), _entry(warps=True), _entry(copy_engine=1),
+        _entry(stages=0), _entry(colour="red"), '{"moefuse tiles": 1, "cards": {"x": {"y": {"m": 16}}}}', "\x00",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_ours_is_left_alone(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    tuned.path().parent.mkdir(parents=True)
+    tuned.path().write_text(text)
+    with caplog.at_level(logging.WARNING, "moefuse"):
+        for product in (UP, DOWN, UP):
+            assert tuned.tile_for(product, CPU) == product.built_in(CPU)
+    assert len(caplog.records) == 1
+    assert "tiles.json is not used" in caplog.text
+    assert tuned.path().read_text() == text
+
+
+app = typer.Typer(add_completion=False)
+app.command()(command.tune)
+SIZES = ["--experts", "4", "--hidden", "64", "--intermediate", "32", "--top-k", "2", "--tokens", "1,40"]
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, [*SIZES, *words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that is the processor, where eight warps are best."""
+
+    def on_card(_: Any, count: int, dtype: torch.dtype, __: Any) -> Made:
+        made = Made(lambda tile: 1e-5 if tile.warps == 8 else 2e-5)
+        made.products = tuple(search.products(SHAPE, count, dtype))
+        return made
+
+    monkeypatch.setattr(command, "_card", lambda _: CPU)
+    monkeypatch.setattr(search, "OnCard", on_card)
+
+
+@pytest.mark.usefixtures("pretended", "on_a_card")
+def test_the_command_keeps_and_shows() -> None:
+    code, output = invoke("--dtype", "float32")
+    assert code == 0, output
+    for words in ("few up", "few down", "warps=8", "40.0 us", "30.0 us", "1.33x", "4 of 4 products", "tiles.json"):
+        assert words in output
+    kept = json.loads(tuned.path().read_text())["cards"][tuned.card(CPU)]
+    assert len(kept) == 4
+    for count in (1, 40):
+        for product in search.products(SHAPE, count, torch.float32):
+            assert tuned.tile_for(product, CPU).warps == 8
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_dry_run_keeps_nothing() -> None:
+    code, output = invoke("--dry-run", "--json", "--dtype", "float32")
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["kept"] is None
+    assert [row["tokens"] for row in found["found"]] == [1, 1, 40, 40]
+    assert all(row["new"]["warps"] == 8 and row["gain"] > 1 for row in found["found"])
+    assert not tuned.path().exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_it_says_so() -> None:
+    code, output = invoke()
+    assert code == 2
+    assert "tiles are searched on an NVIDIA GPU: no NVIDIA GPU is here" in output
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--weights", "Q9"], "weights must be in"),
+        (["--tokens", "0"], "positive whole numbers"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], message: str) -> None:
+    code, output = invoke(*words)
+    assert code == 2
+    assert message in output

@@ -1,0 +1,169 @@
+"""from_gguf: a file's model and tokenizer, against transformers with the same numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from gguf_files import END, KINDS, TEXT, make
+from torch import Tensor, nn
+
+import moefuse.hf
+from moefuse.hf.block_experts import BlockExperts, block_experts
+from moefuse.hf.gguf_models import ARCHITECTURES
+from moefuse.hf.support import on_interface
+from moefuse.quant.gguf import read, write
+from moefuse.testing.compare import difference
+
+# Two float32 computations of the same network: 2 layers of sums a few hundred terms long.
+TOLERANCE = 1e-5
+
+
+def load(path: Path, **options: object) -> tuple[nn.Module, transformers.PreTrainedTokenizerBase]:
+    return moefuse.hf.from_gguf(path, **{"dtype": torch.float32, "exact": True, "progress": False} | options)
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def errors_of(name: str, path: Path) -> list[float]:
+    """The error of a fresh file's model: as it comes, patched, and with its experts as numbers."""
+    stock = make(KINDS[name], path)
+    stock.set_experts_implementation("eager")
+    model, _ = load(path)
+    assert type(model) is type(stock)
+    assert all(not value.is_meta and not value.requires_grad for value in model.parameters())
+    assert len(block_experts(model)) == len(list(on_interface(stock))) > 0
+    tokens = torch.randint(0, stock.config.vocab_size, (2, 24))
+    want = logits(stock, tokens).double()
+    assert want.std() > 0.03, "logits next to nothing would hide every fault"
+    errors = [difference(logits(model, tokens), want).worst]
+    report = moefuse.hf.patch(model)
+    assert report.patched or name == "gemma4"
+    errors.append(difference(logits(model, tokens), want).worst)
+    moefuse.hf.unpatch(model)
+    moefuse.hf.dequantize(model)
+    assert kinds(model) == kinds(stock)
+    model.set_experts_implementation("eager")
+    errors.append(difference(logits(model, tokens), want).worst)
+    print(name, errors)
+    return errors
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(module).__name__ for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_same_logits_as_transformers_with_the_same_numbers(tmp_path: Path, name: str) -> None:
+    errors = errors_of(name, tmp_path / "model.gguf")
+    if max(errors) > TOLERANCE:
+        # A router may stand between two experts by less than float32 tells apart; then three other draws must not.
+        errors = [error for _ in range(3) for error in errors_of(name, tmp_path / "model.gguf")]
+    assert max(errors) < TOLERANCE
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {kind.architecture for kind in KINDS.values()} == set(ARCHITECTURES)
+
+
+def test_same_logits_and_tokens_as_the_stock_loader(tmp_path: Path) -> None:
+    text = TEXT[:200] + " naïve — 12345 \n\n  don't"
+
+    def error() -> float:
+        make(KINDS["qwen3moe"], tmp_path / "model.gguf")
+        model, tokenizer = load(tmp_path / "model.gguf")
+        stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+        tokens = tokenizer(text, return_tensors="pt").input_ids
+        assert torch.equal(tokens, theirs(text, return_tensors="pt").input_ids)
+        assert tokenizer.decode(tokens[0]) == text
+        return difference(logits(model, tokens[:, :32]), logits(stock, tokens[:, :32]).double()).worst
+
+    assert error() < TOLERANCE or max(error() for _ in range(3)) < TOLERANCE
+
+
+def test_experts_are_views_of_the_file(tmp_path: Path) -> None:
+    make(KINDS["qwen3moe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf", dtype="auto", exact=False)
+    assert model.dtype == torch.bfloat16
+    file = read(tmp_path / "model.gguf")
+    module = model.model.layers[1].mlp.experts
+    assert isinstance(module, BlockExperts)
+    assert module.specs == {"gate_proj": "Q4_K", "up_proj": "Q5_K", "down_proj": "Q6_K"}
+    assert torch.equal(module.down_proj, file["blk.1.ffn_down_exps.weight"].blocks)
+    stored = module.down_proj.untyped_storage()
+    assert stored.nbytes() == file.nbytes, "a view of the whole map"
+    assert "down_proj=Q6_K" in repr(module)
+    assert moefuse.hf.supports(model)
+
+
+@pytest.mark.slow
+def test_compiles_whole(tmp_path: Path) -> None:
+    make(KINDS["qwen2moe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf")
+    tokens = torch.randint(0, 320, (1, 9))
+    for patched in (False, True):
+        if patched:
+            moefuse.hf.patch(model)
+        want = logits(model, tokens)
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert difference(logits(compiled, tokens), want.double()).worst < TOLERANCE
+
+
+def test_saving_and_gradients(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="keep the GGUF file, or call moefuse"):
+        model.save_pretrained(tmp_path / "saved")
+    words = torch.randn(1, 5, 256, requires_grad=True)
+    model(inputs_embeds=words).logits.square().mean().backward()
+    through_blocks = words.grad.clone()
+    moefuse.hf.dequantize(model)
+    model.set_experts_implementation("eager")
+    words.grad = None
+    model(inputs_embeds=words).logits.square().mean().backward()
+    assert difference(through_blocks, words.grad.double(), whole=True).worst < 1e-4
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    tokens = torch.randint(0, 320, (1, 9))
+    again.set_experts_implementation("eager")
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+
+
+def test_autocast_and_mixed_stacks(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf", dtype=torch.bfloat16)
+    module = model.model.layers[0].mlp.experts
+    assert set(module.specs) == {"gate_proj", "down_proj"}
+    rows, ids, weights = torch.randn(3, 256), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    assert module(rows, ids, weights).dtype == torch.float32
+    assert module(rows.bfloat16(), ids, weights).dtype == torch.bfloat16
+
+
+def test_ends_of_an_answer(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    file = read(tmp_path / "model.gguf")
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    named = dict(file.metadata) | {
+        "tokenizer.ggml.tokens": [*tokens[:-1], "<|im_end|>"],
+        "tokenizer.ggml.eot_token_id": 5,
+    }
+    write(tmp_path / "chat.gguf", named | {"tokenizer.ggml.merges": file.metadata["tokenizer.ggml.merges"][:10]}, file)
+    model, _ = load(tmp_path / "chat.gguf")
+    assert model.generation_config.eos_token_id == [tokens.index(END), 5, len(tokens) - 1]
+
+
+def test_generates_in_the_models_own_type(tmp_path: Path) -> None:
+    make(KINDS["gpt-oss"], tmp_path / "model.gguf")
+    for dtype in (torch.float16, torch.bfloat16):
+        model, tokenizer = load(tmp_path / "model.gguf", dtype=dtype, exact=False)
+        moefuse.hf.patch(model)
+        prompt = tokenizer("it was the", return_tensors="pt")
+        out = model.generate(**prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert out.shape == (1, prompt.input_ids.shape[1] + 4)
+        norm = model.model.norm.weight.dtype
+        assert norm == (torch.float32 if dtype == torch.float16 else dtype), "as transformers keeps it"
