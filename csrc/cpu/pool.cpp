@@ -129,6 +129,13 @@ class Pool {
     return true;
   }
 
+  // A new team has not been late yet.
+  void trust_team() {
+    std::lock_guard<std::mutex> caller(callers_);
+    pause_ = 0;
+    next_pause_ = 1;
+  }
+
  private:
   // A region ends when its last thread comes by, and where other processes have the cores that may be long after the
   // work is done (load of 5 on two cores: 9 ms). Then our own threads, who wait for nobody, take the next calls.
@@ -209,8 +216,8 @@ Pool& pool() {
 }  // namespace
 
 void share_openmp(OpenMPParallel parallel) {
-  start_over();
   openmp.store(parallel);
+  pool().trust_team();
 }
 
 bool shares_openmp() { return openmp.load() != nullptr; }
