@@ -1,4 +1,4 @@
-"""experts on NVIDIA GPUs: two launches for a token or two, four for more."""
+"""experts on NVIDIA GPUs: two launches for few tokens, four for more."""
 
 from __future__ import annotations
 
