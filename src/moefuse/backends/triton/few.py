@@ -21,6 +21,7 @@ from moefuse.backends.triton.launch import (
     launch_dependents,
     wait,
 )
+from moefuse.backends.triton.tiles import IN_WORDS
 from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -185,8 +186,8 @@ def _down_few_kernel(
 
 
 def in_words(rows: Tensor, format: str) -> bool:
-    """Whether the blocks can be read 16 bytes at a time by the one format that has a kernel for it."""
-    return format == "Q4_K" and begins_aligned(rows) and rows.stride(0) % 16 == 0
+    """Whether the blocks are of the format with a kernel for words, and lie so that it can read 16 bytes at once."""
+    return format == IN_WORDS and begins_aligned(rows) and rows.stride(0) % 16 == 0
 
 
 def experts_few(

@@ -33,13 +33,15 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
-#: likewise with blocks that are read in words: a product of tiles takes them apart byte by byte
+#: the format that matrix-vector products read a word at a time
+IN_WORDS = "Q4_K"
+#: the most tokens of it: a product of tiles takes blocks apart byte by byte
 FEW_TOKENS_IN_WORDS = 16
 
 
 def few_tokens(*formats: str) -> int:
     """The most tokens whose assignments are matrix-vector products, by the formats of the stacks."""
-    return FEW_TOKENS_IN_WORDS if all(format == "Q4_K" for format in formats) else FEW_TOKENS
+    return FEW_TOKENS_IN_WORDS if all(format == IN_WORDS for format in formats) else FEW_TOKENS
 
 
 def shared_limit(device: torch.device) -> int:
@@ -59,7 +61,7 @@ def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
     if INTERPRETED:
         return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
     few = top_k <= 8
-    if format == "Q4_K":  # read in words, ``k`` at a time
+    if format == IN_WORDS:  # ``k`` at a time
         return Tile(1, 8, 1024, 2, 1), Tile(1, 4 if few else 1, 256, 4, 1)
     if format:
         return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
