@@ -68,11 +68,11 @@ class Finding:
 
 def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
     """The products of a layer whose tiles are looked for."""
-    from moefuse.backends.triton.tiles import few_tokens
+    from moefuse.backends.triton.tiles import FEW_TOKENS
     from moefuse.backends.triton.tuned import Product
 
     up, down = map(format_in, shape.weights) if shape.weights else ("", "")
-    few = "few " if tokens <= few_tokens(up, down) else ""
+    few = "few " if tokens <= FEW_TOKENS else ""
     E, H, I = shape.experts, shape.hidden, shape.intermediate
     common = (shape.top_k, tokens, dtype.itemsize)
     gated = Activation(shape.activation).gated

@@ -156,6 +156,107 @@ def decode_runs(row_ptr, start, run, K, FORMAT: tl.constexpr):
         return tl.where(inside[:, None], found, 0.0)
 
 
+@triton.constexpr_function
+def _scaled_byte_asm(at):
+    return f"{{ .reg .b32 t; prmt.b32 t, 0x4B000000, $1, 0x300{4 + at}; fma.rn.f32 $0, t, $2, $3; }}"
+
+
+@triton.jit
+def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
+    """A byte of each word times ``factor``.
+
+    The conversion unit is a fraction of the others' width: 2**23 + b is the float32 of first byte b and fourth 0x4B.
+    """
+    if ASM:
+        given = [words, factor, -8388608.0 * factor]
+        found = tl.inline_asm_elementwise(
+            _scaled_byte_asm(at), "=r,r,r,r", given, dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        found = ((words >> (8 * at)) & 0xFF).to(tl.float32) * factor
+    return found
+
+
+@triton.constexpr_function
+def _nibbles_asm(dtype, pack):
+    """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets."""
+    pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+    half = pack // 2
+    q = 2 * half
+    lines = [f".reg .b32 a, b, f<{2 * pack}>;", f"and.b32 a, ${q}, 0x0F0F0F0F;", f"and.b32 b, ${q}, 0xF0F0F0F0;"]
+    for i in range(pack):
+        at = q + 1 + i
+        lines.append(f"prmt.b32 f{i}, a, 0x43000000, 0x7{i}44;")
+        lines.append(f"prmt.b32 f{i + pack}, b, 0x47000000, 0x74{i}4;")
+        lines.append(f"fma.rn.f32 f{i}, f{i}, ${at}, ${at + pack};")
+        lines.append(f"fma.rn.f32 f{i + pack}, f{i + pack}, ${at + 2 * pack}, ${at + 3 * pack};")
+    lines += [f"cvt.rn.{pair}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(pack)]
+    return "{" + " ".join(lines) + "}"
+
+
+@triton.constexpr_function
+def _nibbles_registers(pack):
+    return ",".join(pack * ["=r"] + (1 + 4 * pack) * ["r"])
+
+
+@triton.jit
+def _nibble_pairs(q, scale_a, offset_a, scale_b, offset_b, dtype: tl.constexpr, ASM: tl.constexpr):
+    """``scale_a * low + offset_a`` and ``scale_b * high + offset_b`` of bytes [N, L], by the row, as ``dtype``.
+
+    128 + n is the float32 whose third byte is n and whose fourth is 0x43: one byte permutation makes it.
+    """
+    if ASM:
+        sixteenth = scale_b * 0.0625
+        low, high = tl.inline_asm_elementwise(
+            _nibbles_asm(dtype, ASM), _nibbles_registers(ASM),
+            [
+                q, scale_a, offset_a - 128.0 * scale_a, sixteenth, offset_b - 32768.0 * sixteenth,
+            ],
+            dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
+        )  # fmt: skip
+    else:
+        low = ((q & 15).to(tl.float32) * scale_a + offset_a).to(dtype)
+        high = ((q >> 4).to(tl.float32) * scale_b + offset_b).to(dtype)
+    return low, high
+
+
+@triton.jit
+def q4_k_scales(head):
+    """The first words [N, 4] of Q4_K blocks: d, -d_min, and scales and minima, of four runs in a word."""
+    even, odd = tl.split(tl.reshape(head, [head.shape[0], 2, 2]))
+    both, s1 = tl.split(even)
+    s0, s2 = tl.split(odd)
+    d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (
+        d, -d_min, s0 & 0x3F3F3F3F, (s2 & 0x0F0F0F0F) | ((s0 >> 2) & 0x30303030),
+        s1 & 0x3F3F3F3F, ((s2 >> 4) & 0x0F0F0F0F) | ((s1 >> 2) & 0x30303030),
+    )  # fmt: skip
+
+
+@triton.jit
+def quarters(q):
+    """[N, 128] as four [N, 32]."""
+    first, second = tl.split(tl.permute(tl.reshape(q, [q.shape[0], 2, 2, 32]), [0, 3, 2, 1]))
+    a, b = tl.split(first)
+    c, d = tl.split(second)
+    return a, b, c, d
+
+
+@triton.jit
+def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Runs 2 * i and 2 * i + 1 of Q4_K blocks from their bytes [N, 32] and what `q4_k_scales` found: two [N, 32].
+
+    Only views and elementwise operations, so that the compiler can have all of it in the layout that a product takes.
+    """
+    d, d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
+    at: tl.constexpr = 2 * i % 4
+    return _nibble_pairs(
+        q, _scaled_byte(scales, at, d, ASM)[:, None], _scaled_byte(mins, at, d_min, ASM)[:, None],
+        _scaled_byte(scales, at + 1, d, ASM)[:, None], _scaled_byte(mins, at + 1, d_min, ASM)[:, None], dtype, ASM,
+    )  # fmt: skip
+
+
 @triton.jit
 def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
     """GROUPS * 64 values of A rows from ``start`` on, as `q4_k_products` multiplies them: eight [A, GROUPS, 1, 8].
@@ -178,13 +279,34 @@ def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
     )  # fmt: skip
 
 
+_DOTS = tl.constexpr(
+    "{ .reg .b32 w, f; and.b32 w, $1, 0x0F0F0F0F;"
+    + " ".join(
+        f"prmt.b32 f, w, 0x43000000, 0x7{i}44; fma.rn.f32 $0, f, ${2 + i}, {'$0' if i else '$6'};" for i in range(4)
+    )
+    + "}"
+)
+
+
 @triton.jit
-def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, GROUPS: tl.constexpr):
+def _dots(q, x0, x1, x2, x3, total, ASM: tl.constexpr):
+    """The low halves of the four bytes of words times four numbers; ``total`` is the numbers' sum."""
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            _DOTS, "=&r,r,r,r,r,r,r", [q, x0, x1, x2, x3, -128.0 * total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        found = (q & 15).to(tl.float32) * x0 + ((q >> 8) & 15).to(tl.float32) * x1
+        found += ((q >> 16) & 15).to(tl.float32) * x2 + ((q >> 24) & 15).to(tl.float32) * x3
+    return found
+
+
+@triton.jit
+def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
     """``row_ptr`` [A, B] rows of Q4_K blocks, 16-byte aligned, each times the row at ``x_ptr`` [A]: [A, B] float32.
 
-    A block is read a word at a time, and a weight costs a mask, a conversion and a product: it stays at its place in
-    the word, and x is divided by that place instead. Groups of 64 stand before rows, so that a thread has one group of
-    many rows and works on its x once.
+    A block is read a word at a time. Groups of 64 stand before rows, so that a thread has one group of many rows and
+    works on its x once.
     """
     g = tl.arange(0, GROUPS)
     i = g % 4
@@ -195,27 +317,21 @@ def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, G
     total = tl.zeros([A, GROUPS, B, 8], tl.float32)
     for start in range(0, K, 64 * GROUPS):
         a0, a1, a2, a3, b0, b1, b2, b3 = _x_words(x_ptr, start, K, stride, A, GROUPS)
+        sum_a, sum_b = a0 + a1 + a2 + a3, b0 + b1 + b2 + b3
         # Past the end the last block is read again, and multiplied by zeros.
         block = 36 * tl.minimum(start // 256 + g // 4, K // 256 - 1)
         q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :])
         head = base + block[None, :, None]
         both = tl.load(head)
         s0, s1, s2 = tl.load(head + 1) >> shift, tl.load(head + 2) >> shift, tl.load(head + 3) >> shift
+        # two scales and two minima, a byte each, of this group
+        scales = tl.where(early, s0 & 0x3F3F, (s2 & 0x0F0F) | ((s0 >> 2) & 0x3030))
+        mins = tl.where(early, s1 & 0x3F3F, ((s2 >> 4) & 0x0F0F) | ((s1 >> 2) & 0x3030))
         d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        scale_a = d * tl.where(early, s0 & 63, (s2 & 15) | ((s0 >> 2) & 48)).to(tl.float32)
-        least_a = d_min * tl.where(early, s1 & 63, ((s2 >> 4) & 15) | ((s1 >> 2) & 48)).to(tl.float32)
-        scale_b = d * tl.where(early, (s0 >> 8) & 63, ((s2 >> 8) & 15) | ((s0 >> 10) & 48)).to(tl.float32)
-        least_b = d_min * tl.where(early, (s1 >> 8) & 63, ((s2 >> 12) & 15) | ((s1 >> 10) & 48)).to(tl.float32)
+        d_min = -(both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         # [A, GROUPS, B, 8]
-        a = (q & 0xF).to(tl.float32) * a0 + (q & 0xF00).to(tl.float32) * (a1 / 256)
-        a += (q & 0xF0000).to(tl.float32) * (a2 / 65536)
-        a += (q & 0xF000000).to(tl.float32) * (a3 / 16777216)
-        b = (q & 0xF0).to(tl.float32) * (b0 / 16) + (q & 0xF000).to(tl.float32) * (b1 / 4096)
-        b += (q & 0xF00000).to(tl.float32) * (b2 / 1048576)
-        b += (q & 0xF0000000).to(tl.float32) * (b3 / 268435456)
-        total += scale_a[:, :, :, None] * a
-        total += scale_b[:, :, :, None] * b
-        total -= least_a[:, :, :, None] * (a0 + a1 + a2 + a3)
-        total -= least_b[:, :, :, None] * (b0 + b1 + b2 + b3)
-    return tl.sum(tl.sum(total, 3), 1)
+        total += _scaled_byte(scales, 0, d, ASM)[:, :, :, None] * _dots(q, a0, a1, a2, a3, sum_a, ASM)
+        total += _scaled_byte(mins, 0, d_min, ASM)[:, :, :, None] * sum_a
+        total += _scaled_byte(scales, 1, d, ASM)[:, :, :, None] * _dots(q >> 4, b0, b1, b2, b3, sum_b, ASM)
+        total += _scaled_byte(mins, 1, d_min, ASM)[:, :, :, None] * sum_b
+    return tl.sum(tl.reshape(tl.permute(total, [0, 2, 1, 3]), [A, B, GROUPS * 8]), 2)

@@ -9,7 +9,7 @@ from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.few import experts_few
 from moefuse.backends.triton.grouped_linear import Rows, product, up_biases, up_rows
 from moefuse.backends.triton.plan import plan
-from moefuse.backends.triton.tiles import few_tokens
+from moefuse.backends.triton.tiles import FEW_TOKENS
 from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -38,8 +38,7 @@ def experts(
     out: Tensor,
     normed_out: Tensor | None,
 ) -> None:
-    formats = [Rows.of(stack).format for stack in (gate_up, up, down) if stack is not None]
-    if offsets is None and x.shape[0] <= few_tokens(*formats):
+    if offsets is None and x.shape[0] <= FEW_TOKENS:
         experts_few(
             x, ids, weights, gate_up, up, down, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual,
             norm_weight, eps, activation, layout, out, normed_out,

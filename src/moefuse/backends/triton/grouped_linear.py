@@ -11,9 +11,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, unrecordable, wait
-from moefuse.backends.triton.tiles import Tile, product_tile
+from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
+from moefuse.backends.triton.launch import (
+    INTERPRETED,
+    PDL,
+    begins_aligned,
+    block_of,
+    capability,
+    ceil_div,
+    launch,
+    launch_dependents,
+    unrecordable,
+    wait,
+)
+from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
@@ -64,6 +75,57 @@ def _block_sums(
 
 
 @triton.jit
+def _q4_k_bytes(ptrs, desc, at_row, block, TMA: tl.constexpr):
+    """The 128 bytes of a block of each row, in four: through the copy engine, or 32 at a time from ``ptrs``."""
+    if TMA:
+        found = quarters(desc.load([at_row, 144 * block + 16]))
+    else:
+        ptrs += 144 * block + 16
+        found = tl.load(ptrs), tl.load(ptrs + 32), tl.load(ptrs + 64), tl.load(ptrs + 96)
+    return found
+
+
+@triton.jit
+def _q4_k_sums(
+    x_ptr, w_ptr, u_ptr, w_desc, u_desc, row, live, stack, n, at_row, u_first, K, stride_xm, stride_xk, stride_we,
+    stride_wn, stride_ue, stride_un,
+    GATED: tl.constexpr, W_TMA: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Like `_block_sums`, for 16-byte aligned rows of Q4_K: a block at a time, in loads of 16 bytes."""
+    l = tl.arange(0, 32)
+    x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
+    w_ptr = tl.multiple_of(w_ptr + stack * stride_we, 16)
+    u_ptr = tl.multiple_of(u_ptr + stack * stride_ue, 16)
+    word = tl.arange(0, 4)[None, :]
+    w_heads = w_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_wn // 4))[:, None] + word
+    u_heads = u_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_un // 4))[:, None] + word
+    w_ptrs = w_ptr + n[:, None] * stride_wn + l[None, :]
+    u_ptrs = u_ptr + n[:, None] * stride_un + l[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in range(0, K // 256):
+        w_head = q4_k_scales(tl.load(w_heads + 36 * block))
+        w = _q4_k_bytes(w_ptrs, w_desc, at_row, block, W_TMA)
+        if GATED:
+            u_head = q4_k_scales(tl.load(u_heads + 36 * block))
+            u = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block, W_TMA)
+        for i in tl.static_range(4):
+            # [32, BLOCK_M]
+            x = tl.load(x_ptrs, mask=live[None, :], other=0.0)
+            y = tl.load(x_ptrs + 32 * stride_xk, mask=live[None, :], other=0.0)
+            x_ptrs += 64 * stride_xk
+            # [BLOCK_N, 32]
+            a, b = q4_k_group(w[i], w_head, i, x.dtype, ASM)
+            acc = tl.dot(a, x, acc, input_precision="ieee")
+            acc = tl.dot(b, y, acc, input_precision="ieee")
+            if GATED:
+                a, b = q4_k_group(u[i], u_head, i, x.dtype, ASM)
+                up = tl.dot(a, x, up, input_precision="ieee")
+                up = tl.dot(b, y, up, input_precision="ieee")
+    return acc.T, up.T
+
+
+@triton.jit
 def _product_tile(
     x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr,
     expert, first, stop, column, E, N, K, divisor, w_rows, u_first,
@@ -71,7 +133,7 @@ def _product_tile(
     stride_zn, z_second, alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, X_TMA: tl.constexpr,
     W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WORDS: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows first to first + BLOCK_M of one expert, columns from ``column``. Rows from stop on are not stored."""
     p = first + tl.arange(0, BLOCK_M)
@@ -85,7 +147,13 @@ def _product_tile(
         stack = expert.to(tl.int64)
         row = (s // divisor if GATHER else p).to(tl.int64)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if (W_FORMAT != "") | (U_FORMAT != ""):
+        if WORDS:
+            acc, up = _q4_k_sums(
+                x_ptr, w_ptr, u_ptr, w_desc, u_desc, row, live, stack, tl.minimum(n, N - 1), expert * w_rows + column,
+                u_first, K, stride_xm, stride_xk, stride_we, stride_wn, stride_ue, stride_un, GATED, W_TMA, ASM,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        elif (W_FORMAT != "") | (U_FORMAT != ""):
             acc, up = _block_sums(
                 x_ptr, w_ptr, u_ptr, row, live, stack, tl.minimum(n, N - 1), K, stride_xm, stride_xk, stride_we,
                 stride_wn, stride_ue, stride_un, W_FORMAT, U_FORMAT, GATED, BLOCK_M, BLOCK_N,
@@ -143,7 +211,7 @@ def _grouped_kernel(
     stride_zn, z_second, alpha, limit,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, FILL: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr, SAVE: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, SAVE: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A [BLOCK_M, BLOCK_N] tile of one expert's product. w holds gate (or only) rows, u up rows when GATED.
@@ -168,15 +236,16 @@ def _grouped_kernel(
             x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
             first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
             stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
-            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, BLOCK_M // 2, BLOCK_N,
-            BLOCK_K,
+            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, WORDS, ASM, BLOCK_M // 2,
+            BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         _product_tile(
             x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
             first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
             stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
-            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, BLOCK_M, BLOCK_N, BLOCK_K,
+            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, WORDS, ASM, BLOCK_M,
+            BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -230,6 +299,21 @@ def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tup
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
     """How far apart the gate columns of a pre-activation are, and how far its up columns are from them."""
     return (2, 1) if gated and layout == "interleaved" else (1, I)
+
+
+def in_words(rows: Tensor, format: str) -> bool:
+    """Whether the blocks are of the format with kernels of its own, and lie so that these can read 16 bytes at once."""
+    return format == IN_WORDS and begins_aligned(rows) and rows.stride(0) % 16 == 0
+
+
+def packed(x: Tensor, tile: Tile) -> int:
+    """How many bytes of blocks are taken apart at a time by instructions of the card; 0: without such.
+
+    A thread has two bytes side by side where four warps join in one product, four otherwise.
+    """
+    if INTERPRETED or x.element_size() != 2 or capability(x.device) < (8, 0):
+        return 0
+    return 2 if tile.warps >= 4 and tile.n >= 64 else 4
 
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
@@ -287,22 +371,24 @@ def product(
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     halves = tile.m >= 128
-    if tile.copy_engine and K % tile.k == 0 and not w_format and not u_format:
-        if not gather:
+    words = in_words(w, w_format) and in_words(u, u_format)
+    if tile.copy_engine and (words or (K % tile.k == 0 and not w_format and not u_format)):
+        if not gather and not words:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
-        w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, tile.k)
+        w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, 128 if words else tile.k)
     bias, up_bias = biases
     gated = activation is not None and activation.gated
     strides = (0, 0) if bias is None else bias.stride()
     launch(
         _grouped_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
         u_desc, bias, up_bias, offsets, order, out, z, S, E, N, K, max(1, S // max(1, x.shape[0])),
-        w.stride(0) // max(K, 1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
+        w.stride(0) // w.stride(1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
         *z_columns(N, gated, layout), *activation_numbers(activation),
         GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
         X_TMA=x_desc is not None, W_TMA=w_desc is not None, W_FORMAT=w_format, U_FORMAT=u_format,
-        HAS_BIAS=bias is not None, HALVES=halves, SAVE=z is not None, PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n,
-        BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps, num_stages=tile.stages, launch_pdl=PDL,
+        HAS_BIAS=bias is not None, HALVES=halves, SAVE=z is not None, WORDS=words, ASM=packed(x, tile) if words else 0,
+        PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=PDL,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Protocol
 
@@ -72,6 +73,12 @@ def unrecordable(why: str) -> None:
     """Tell a recorder, where there is one, that what follows is more than launches on its arguments."""
     if recording.recorder is not None:
         recording.recorder.refuse(why)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The card's compute capability; (0, 0) where there is no card."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def begins_aligned(t: Tensor) -> bool:

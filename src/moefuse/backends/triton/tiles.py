@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.launch import INTERPRETED, block_of
+from moefuse.backends.triton.launch import INTERPRETED, block_of, capability
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,8 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
-#: the format that matrix-vector products read a word at a time
+#: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
-#: the most tokens of it: a product of tiles takes blocks apart byte by byte
-FEW_TOKENS_IN_WORDS = 16
-
-
-def few_tokens(*formats: str) -> int:
-    """The most tokens whose assignments are matrix-vector products, by the formats of the stacks."""
-    return FEW_TOKENS_IN_WORDS if all(format == IN_WORDS for format in formats) else FEW_TOKENS
 
 
 def shared_limit(device: torch.device) -> int:
@@ -76,7 +69,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     if format:
         return _block_tile(rows_per_expert, itemsize, gated, device, format)
     # Measured on an H200 with Qwen3-30B-A3B's shape (docs/perf-notes.md).
-    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    engine = capability(device) >= (9, 0)
     if rows_per_expert <= 4:
         tile = Tile(16, 32, 128, 4, 4) if gated else Tile(16, 64, 128, 4, 4)
     elif rows_per_expert <= 8:
@@ -104,10 +97,22 @@ def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Til
 
 
 def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
-    """The tile for weights in blocks: k is the strip of 256 that all formats share; at least 64 columns, the height of
-    a tensor core's left side.
-    """
-    if rows_per_expert <= 16 or itemsize == 4:  # float32 products are written out, and compile by their size
+    """The tile for weights in blocks: k is the strip of 256 that all formats share."""
+    engine = capability(device) >= (9, 0)
+    if itemsize == 4:  # its products are written out, and compile by their size
+        tile = Tile(16, 64, 256, 4, 2)
+    elif format == IN_WORDS:  # two warps make products of their own, four one together
+        if rows_per_expert <= 2:
+            tile = Tile(8, 32, 256, 2, 3, engine) if gated else Tile(8, 64, 256, 2, 3, engine)
+        elif rows_per_expert <= 8:
+            tile = Tile(16, 32, 256, 2, 3, engine) if gated else Tile(16, 64, 256, 2, 2, engine)
+        elif rows_per_expert <= 32:
+            tile = Tile(32, 64, 256, 4, 3, engine) if gated else Tile(32, 64, 256, 2, 2, engine)
+        elif rows_per_expert <= 96:
+            tile = Tile(64, 64, 256, 4, 2, engine) if gated else Tile(64, 128, 256, 4, 2, engine)
+        else:
+            tile = Tile(128, 128, 256, 8, 2, engine) if gated else Tile(128, 256, 256, 8, 2, engine)
+    elif rows_per_expert <= 16:
         tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= 64:
         tile = Tile(64, 64, 256, 4, 2)
@@ -126,7 +131,7 @@ def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> 
     """The tile of a product with a mirrored weight."""
     if INTERPRETED:
         return Tile(16, 32, 32, 4, 1)
-    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    engine = capability(device) >= (9, 0)
     if itemsize == 4:
         tile = Tile(64, 64, 32, 4, 2)
     elif rows_per_expert <= 32:
@@ -145,7 +150,7 @@ def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: to
     """
     if INTERPRETED:
         return Tile(32, 32, 32, 4, 1)
-    engine = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    engine = capability(device) >= (9, 0)
     if itemsize == 4:
         tile = Tile(64, 64, 32, 4, 3)
     elif rows_per_expert <= 32:
