@@ -13,9 +13,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs
 from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, unrecordable, wait
+from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.tiles import Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
+
+try:
+    from moefuse.backends.triton import hopper
+except ImportError:  # Gluon is experimental: another Triton may not have what the kernel is written with
+    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -279,11 +285,22 @@ def product(
     tile: Tile,
     z: Tensor | None = None,
     layout: str = "halves",
+    tiles: TokenTiles | None = None,
 ) -> None:
-    """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``."""
+    """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``.
+
+    ``tiles`` are those of ``offsets``, for products that share them.
+    """
     S, N = out.shape
     E, K = offsets.shape[0] - 1, x.shape[1]
     (w, w_format), (u, u_format) = alike(*rows)
+    bias, up_bias = biases
+    gated = activation is not None and activation.gated
+    plain = not (scatter or fill or w_format or u_format) and bias is None and z is None
+    if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
+        tiles = tiles or TokenTiles(offsets, S)
+        hopper.turned_product(x, w, tiles, order, gather=gather, activation=activation, out=out)
+        return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     halves = tile.m >= 128
@@ -291,8 +308,6 @@ def product(
         if not gather:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
         w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, tile.k)
-    bias, up_bias = biases
-    gated = activation is not None and activation.gated
     strides = (0, 0) if bias is None else bias.stride()
     launch(
         _grouped_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,

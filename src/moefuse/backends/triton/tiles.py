@@ -33,6 +33,8 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
+#: over this many rows per expert tiles are at their largest, and Hopper takes hopper.py's product where that can
+MANY_ROWS = 96
 #: the format that matrix-vector products read a word at a time
 IN_WORDS = "Q4_K"
 #: the most tokens of it: a product of tiles takes blocks apart byte by byte
@@ -83,7 +85,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
         tile = Tile(16, 64, 128, 4, 3) if gated else Tile(16, 64, 128, 4, 4)
     elif rows_per_expert <= 32:
         tile = Tile(32, 64, 128, 4, 3) if gated else Tile(32, 128, 128, 4, 3)
-    elif rows_per_expert <= 96:
+    elif rows_per_expert <= MANY_ROWS:
         tile = Tile(64, 64, 64, 4, 4, engine) if gated else Tile(64, 128, 64, 4, 4, engine)
     else:
         tile = Tile(128, 128, 64, 8, 4, engine) if gated else Tile(128, 256, 64, 8, 4, engine)
