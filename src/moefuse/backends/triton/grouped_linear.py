@@ -19,7 +19,7 @@ from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 try:
-    from moefuse.backends.triton import hopper
+    from moefuse.backends.triton import hopper as hopper
 except ImportError:  # Gluon is experimental: another Triton may not have what the kernel is written with
     hopper = None  # type: ignore[assignment]
 

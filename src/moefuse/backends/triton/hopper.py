@@ -1,11 +1,12 @@
 """The grouped product on Hopper for many rows per expert: persistent and warp-specialised, written in Gluon.
 
-The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to 288 tokens to a tile, so that most experts' rows
-are one tile and a weight leaves the second-level cache once. Two warpgroups multiply, 64 weight rows each, and never
-wait for each other; a third partition brings operands into a ring of stages and runs ahead over the ends of tiles.
+The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to 288 tokens to a tile, so that an expert's
+rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64 weight
+rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead over
+the ends of tiles.
 
-``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread that
-copies them; ``empty[stage]`` with one arrival of each multiplying warpgroup.
+``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread
+that copies them; ``empty[stage]`` with one arrival of each multiplying warpgroup.
 """
 
 from __future__ import annotations
@@ -126,10 +127,7 @@ def _produce(
                 mbarrier.expect(bar, W_BYTES + 128 * BLOCK_K * 2, pred=rows <= 128)
                 mbarrier.expect(bar, W_BYTES + 256 * BLOCK_K * 2, pred=(rows > 128) & (rows <= 256))
                 mbarrier.expect(bar, W_BYTES + 288 * BLOCK_K * 2, pred=rows > 256)
-            if GATED:
-                at = [expert, column // 8, 0, 0, start]
-            else:
-                at = [expert * N + column, start]
+            at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
             tma.async_copy_global_to_shared(w_desc, at, bar, w_ring.index(stage))
             if GATHER:
                 async_copy.async_copy_global_to_shared(x.slice(0, 64, dim=0), ptrs0 + start)
@@ -157,7 +155,7 @@ def _finish(
 ):  # fmt: skip
     """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``turning`` holds."""
     TOKENS: gl.constexpr = acc.shape[1]
-    if TOKENS > turning.shape[0]:
+    if turning.shape[0] < TOKENS:
         a, b = acc.reshape([64, 2, TOKENS // 2]).permute([0, 2, 1]).split()
         _finish(a, turning, out_ptr, first, stop, column, alpha, limit, N, KIND, GATED)
         _finish(b, turning, out_ptr, first + TOKENS // 2, stop, column, alpha, limit, N, KIND, GATED)
@@ -239,20 +237,30 @@ def _consume(
         _, next_first, next_stop = _span(tiles_ptr, tile + PROGRAMS, total, COLUMNS)
         rows = stop - first
         if rows > 256:
-            stage, phase = _multiply(x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage,
-                                     phase, alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, 256, 32)  # fmt: skip
+            stage, phase = _multiply(
+                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
+                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=256, TAIL=32,
+            )  # fmt: skip
         elif rows > 192:
-            stage, phase = _multiply(x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage,
-                                     phase, alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, 256, 0)  # fmt: skip
+            stage, phase = _multiply(
+                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
+                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=256, TAIL=0,
+            )  # fmt: skip
         elif rows > 128:
-            stage, phase = _multiply(x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage,
-                                     phase, alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, 128, 64)  # fmt: skip
+            stage, phase = _multiply(
+                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
+                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=128, TAIL=64,
+            )  # fmt: skip
         elif rows > 64:
-            stage, phase = _multiply(x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage,
-                                     phase, alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, 128, 0)  # fmt: skip
+            stage, phase = _multiply(
+                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
+                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=128, TAIL=0,
+            )  # fmt: skip
         else:
-            stage, phase = _multiply(x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage,
-                                     phase, alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, 64, 0)  # fmt: skip
+            stage, phase = _multiply(
+                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
+                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=64, TAIL=0,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -269,7 +277,8 @@ def _turned_kernel(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, 256, BLOCK_K], wide)
-    w_ring = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
+    w_ring = gl.allocate_shared_memory(dtype, boxes, w_desc.layout)
     tail_ring = gl.allocate_shared_memory(dtype, [STAGES, 32, BLOCK_K], wide)
     OUT_COLUMNS: gl.constexpr = 32 if GATED else 64
     narrow: gl.constexpr = gl.NVMMASharedLayout(OUT_COLUMNS * 2, 16, rank=2)
