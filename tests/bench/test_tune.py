@@ -348,3 +348,23 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
     code, output = invoke(*words)
     assert code == 2
     assert message in output
+
+
+def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = pytest.importorskip("moefuse.backends.triton.hopper")
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
+    layer = Shape("custom", experts=4, hidden=256, intermediate=128, top_k=2)
+    many, few = 400, 100
+
+    def searched(shape: Shape, tokens: int) -> list[str]:
+        products = search.products(shape, tokens, torch.bfloat16)
+        return [product.role for product in products if search.has_tile(product, shape, CPU)]
+
+    assert searched(layer, many) == []
+    assert searched(layer, few) == ["up", "down"]
+    assert searched(dataclasses.replace(layer, layout="interleaved"), many) == ["up"]
+    assert searched(dataclasses.replace(layer, intermediate=96), many) == ["up", "down"]
+    assert searched(dataclasses.replace(layer, bias=True), many) == ["up", "down"]
+    assert search.tune(
+        layer, [many], torch.bfloat16, CPU, 1.0, lambda *_: None, trial=lambda _: Made(lambda _: 1.0)
+    ) == ([], {})

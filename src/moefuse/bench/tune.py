@@ -79,6 +79,16 @@ def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
     return [Product(f"{few}up", E, I, H, *common, gated, up), Product(f"{few}down", E, H, I, *common, False, down)]
 
 
+def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
+    """Whether there is one to look for: the product that Hopper takes for many rows has none."""
+    from moefuse.backends.triton.grouped_linear import hopper
+
+    if hopper is None or product.format or shape.bias or (product.gated and shape.layout != "halves"):
+        return True
+    sizes = product.E, product.N, product.K, product.itemsize, product.gated
+    return not (hopper.is_hopper(device) and hopper.fits(product.load, *sizes))
+
+
 def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
     """Tiles one step away that the card can hold: a size doubled or halved, a stage more or less, a switch turned."""
     limits = _FEW_LIMITS if product.few else _LIMITS
@@ -219,9 +229,10 @@ def tune(
 
     start, findings = clock(), []
     found: dict[str, Any] = {}
-    names = dict.fromkeys(product.name for count in tokens for product in products(shape, count, dtype))
+    searched = {c: [p for p in products(shape, c, dtype) if has_tile(p, shape, device)] for c in tokens}
+    names = dict.fromkeys(product.name for some in searched.values() for product in some)
     for count in tokens:
-        due = [product for product in products(shape, count, dtype) if product.name not in found]
+        due = [product for product in searched[count] if product.name not in found]
         if not due:
             continue
         tick(f"T={count}: making inputs", len(found) / len(names))

@@ -1,4 +1,4 @@
-"""experts on NVIDIA GPUs: two launches for few tokens, four for more."""
+"""experts on NVIDIA GPUs: two launches for few tokens, four and up for more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.few import experts_few
 from moefuse.backends.triton.grouped_linear import Rows, product, up_biases, up_rows
-from moefuse.backends.triton.plan import plan
+from moefuse.backends.triton.plan import TokenTiles, plan
 from moefuse.backends.triton.tiles import FEW_TOKENS
 from moefuse.backends.triton.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
@@ -48,6 +48,7 @@ def experts(
     S = T * top_k
     if offsets is None or order is None or inverse is None:
         _, offsets, order, inverse = plan(ids, E)
+    tiles = TokenTiles(offsets, S)
     gate_rows, rows_of_up, I = up_rows(gate_up, up, layout, activation.gated)
     biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
@@ -55,14 +56,14 @@ def experts(
     tile = tile_for(Product("up", E, I, H, top_k, T, x.element_size(), gated, format), x.device)
     product(
         x, (gate_rows, rows_of_up), biases, offsets, order, gather=True, scatter=False, fill=False,
-        activation=activation, out=hidden, tile=tile,
+        activation=activation, out=hidden, tile=tile, tiles=tiles,
     )  # fmt: skip
     y = torch.empty((S, H), dtype=x.dtype, device=x.device)
     down_rows = Rows.of(down)
     tile = tile_for(Product("down", E, H, I, top_k, T, x.element_size(), False, down_rows.format), x.device)
     product(
         hidden, (down_rows, down_rows), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
-        activation=None, out=y, tile=tile,
+        activation=None, out=y, tile=tile, tiles=tiles,
     )  # fmt: skip
     weighted_sum(
         y, weights, inverse, ids.contiguous(), E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,

@@ -24,9 +24,15 @@ from moefuse.backends.triton.launch import (
     unrecordable,
     wait,
 )
+from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
+
+try:
+    from moefuse.backends.triton import hopper as hopper
+except ImportError:  # Gluon is experimental: another Triton may not have what the kernel is written with
+    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -363,11 +369,22 @@ def product(
     tile: Tile,
     z: Tensor | None = None,
     layout: str = "halves",
+    tiles: TokenTiles | None = None,
 ) -> None:
-    """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``."""
+    """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``.
+
+    ``tiles`` are those of ``offsets``, for products that share them.
+    """
     S, N = out.shape
     E, K = offsets.shape[0] - 1, x.shape[1]
     (w, w_format), (u, u_format) = alike(*rows)
+    bias, up_bias = biases
+    gated = activation is not None and activation.gated
+    plain = not (scatter or fill or w_format or u_format) and bias is None and z is None
+    if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
+        tiles = tiles or TokenTiles(offsets, S)
+        hopper.turned_product(x, w, tiles, order, gather=gather, activation=activation, out=out)
+        return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     halves = tile.m >= 128
@@ -376,13 +393,11 @@ def product(
         if not gather and not words:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
         w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, 128 if words else tile.k)
-    bias, up_bias = biases
-    gated = activation is not None and activation.gated
     strides = (0, 0) if bias is None else bias.stride()
     launch(
         _grouped_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
         u_desc, bias, up_bias, offsets, order, out, z, S, E, N, K, max(1, S // max(1, x.shape[0])),
-        w.stride(0) // w.stride(1), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
+        w.stride(0) // max(1, w.stride(1)), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
         *z_columns(N, gated, layout), *activation_numbers(activation),
         GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
         X_TMA=x_desc is not None, W_TMA=w_desc is not None, W_FORMAT=w_format, U_FORMAT=u_format,

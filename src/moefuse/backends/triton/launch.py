@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 _COMPILER_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
@@ -94,7 +93,7 @@ def _kind(value: Any) -> Any:
         return value.dtype, begins_aligned(value)
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
-    if isinstance(value, TensorDescriptor):
+    if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's
         return value.base.dtype, *value.block_shape
     return value if value is None else float
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -110,3 +112,53 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
         SCANNED=blocks > 1, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return counts, offsets, order, inverse
+
+
+@triton.jit
+def _token_tiles_kernel(offsets_ptr, table_ptr, E, PDL: tl.constexpr, TOKENS: tl.constexpr, SPARE: tl.constexpr,
+                        BLOCK_E: tl.constexpr):  # fmt: skip
+    """table [1 + tiles, 3]: how many tiles there are, then each one's expert, first and stop. Grid: one program."""
+    wait(PDL)
+    launch_dependents(PDL)
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    stop = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+    rows = stop - start
+    tiles = tl.where(rows > 0, tl.maximum((rows - SPARE + TOKENS - 1) // TOKENS, 1), 0)
+    upto = tl.cumsum(tiles, 0)
+    row_ptr = table_ptr + (1 + upto - tiles) * 3
+    for i in range(tl.max(tiles, 0)):
+        mine = i < tiles
+        tl.store(row_ptr, e, mask=mine)
+        tl.store(row_ptr + 1, start + i * TOKENS, mask=mine)
+        tl.store(row_ptr + 2, tl.where(i + 1 < tiles, start + (i + 1) * TOKENS, stop), mask=mine)
+        row_ptr += 3
+    count = tl.sum(tiles, 0)
+    tl.store(table_ptr, count)
+    if count == 0:  # who reads ahead finds row 0 there, and multiplies nothing
+        tl.store(table_ptr + 3, 0)
+        tl.store(table_ptr + 4, 0)
+        tl.store(table_ptr + 5, 1)
+
+
+class TokenTiles:
+    """A plan's rows cut into tiles of 256, an expert's last of 1 to 288: a few rows more cost less than one more tile.
+
+    The products of one call share it; the one that asks first launches its kernel.
+    """
+
+    TOKENS, SPARE = 256, 32
+
+    def __init__(self, offsets: Tensor, S: int) -> None:
+        self.offsets, self.S = offsets, S
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """``[1 + tiles, 3]``: how many there are in its first number, then expert, first row and stop of each."""
+        E = self.offsets.shape[0] - 1
+        made = torch.empty((1 + self.S // self.TOKENS + E, 3), dtype=torch.int32, device=self.offsets.device)
+        launch(
+            _token_tiles_kernel, (1,), self.offsets, made, E, PDL=PDL, TOKENS=self.TOKENS, SPARE=self.SPARE,
+            BLOCK_E=block_of(E), num_warps=4, launch_pdl=PDL,
+        )  # fmt: skip
+        return made

@@ -33,6 +33,8 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
+#: over this many rows per expert tiles are at their largest, and Hopper takes hopper.py's product where that can
+MANY_ROWS = 96
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
@@ -76,7 +78,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
         tile = Tile(16, 64, 128, 4, 3) if gated else Tile(16, 64, 128, 4, 4)
     elif rows_per_expert <= 32:
         tile = Tile(32, 64, 128, 4, 3) if gated else Tile(32, 128, 128, 4, 3)
-    elif rows_per_expert <= 96:
+    elif rows_per_expert <= MANY_ROWS:
         tile = Tile(64, 64, 64, 4, 4, engine) if gated else Tile(64, 128, 64, 4, 4, engine)
     else:
         tile = Tile(128, 128, 64, 8, 4, engine) if gated else Tile(128, 256, 64, 8, 4, engine)
@@ -108,7 +110,7 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
             tile = Tile(16, 32, 256, 2, 3, engine) if gated else Tile(16, 64, 256, 2, 2, engine)
         elif rows_per_expert <= 32:
             tile = Tile(32, 64, 256, 4, 3, engine) if gated else Tile(32, 64, 256, 2, 2, engine)
-        elif rows_per_expert <= 96:
+        elif rows_per_expert <= MANY_ROWS:
             tile = Tile(64, 64, 256, 4, 2, engine) if gated else Tile(64, 128, 256, 4, 2, engine)
         else:
             tile = Tile(128, 128, 256, 8, 2, engine) if gated else Tile(128, 256, 256, 8, 2, engine)

@@ -1,0 +1,426 @@
+"""The product for many rows per expert on Hopper: how rows are cut into tiles, who takes it, and what it gives."""
+
+import itertools
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse import Routing
+from moefuse.testing import cases
+from moefuse.testing.compare import Tolerance, difference
+from moefuse.testing.poison import poisoned
+from moefuse.types import ACTIVATION_KINDS, Activation
+
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="its instructions are Hopper's, and no interpreter has them")
+
+#: rows of an expert at which a tile changes its width, or another tile begins
+EDGES = (0, 1, 32, 33, 63, 64, 65, 128, 129, 192, 193, 255, 256, 257, 287, 288, 289, 513, 544, 545, 800, 801, 1000)
+H, I, TOP_K = 1024, 512, 2
+SILU = Activation("silu")
+ONE_ROUNDING = {
+    torch.bfloat16: Tolerance(4.1e-3, 4.1e-3, "one rounding, off by up to 2**-8; sums are float32"),
+    torch.float16: Tolerance(5.4e-4, 5.4e-4, "one rounding, off by up to 2**-11; sums are float32"),
+}
+
+
+def offsets_of(rows: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(rows)]
+
+
+def cut(offsets: list[int]) -> list[list[int]]:
+    """Expert, first and stop of tiles of 256 rows, the last of up to 288."""
+    tiles = []
+    for expert, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        while stop - start > 288:
+            tiles.append([expert, start, start + 256])
+            start += 256
+        if stop > start:
+            tiles.append([expert, start, stop])
+    return tiles
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+@pytest.mark.parametrize("rows", [EDGES, *((r,) for r in EDGES), (0,) * 5, (0, 0, 3000, 0), (1,) * 1024, None])
+def test_rows_are_cut_into_tiles(rows: tuple[int, ...] | None, target: tuple[str, str]) -> None:
+    from moefuse.backends.triton.plan import TokenTiles
+
+    for _ in range(1 if rows else 5):
+        some = [
+            random.choice((0, random.randrange(40), random.randrange(700))) for _ in range(random.randrange(1, 200))
+        ]
+        offsets = offsets_of(list(rows or some))
+        with poisoned():
+            made = TokenTiles(torch.tensor(offsets, dtype=torch.int32, device=target[1]), offsets[-1])
+            table = made.table.tolist()
+        tiles = cut(offsets)
+        assert table[0][0] == len(tiles)
+        assert table[1 : 1 + len(tiles)] == tiles
+        assert made.table is made.table, "the products of one call share it"
+        if not tiles:
+            assert table[1] == [0, 0, 1], "who reads ahead must stay inside of the plan"
+
+
+def test_no_plan_has_more_tiles_than_there_is_room_for() -> None:
+    """The worst remainder: a last tile of 33 rows, for each expert."""
+    for rows in (1, 33, 289, 545):
+        assert len(cut(offsets_of([rows] * 50))) <= rows * 50 // 256 + 50
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, on a machine it takes for a Hopper card."""
+    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    monkeypatch.setattr(found, "is_hopper", lambda _: True)
+    return found
+
+
+class Offered:
+    """What `takes` is asked about; changed one thing at a time."""
+
+    def __init__(self, E: int = 2, N: int = 128, K: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.x, self.out = torch.zeros(100 * E, K, dtype=dtype), torch.zeros(100 * E, N, dtype=dtype)
+        self.gate_up, self.down = torch.zeros(E, 2 * N, K, dtype=dtype), torch.zeros(E, N, K, dtype=dtype)
+
+    def gated(self) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        N = self.gate_up.shape[1] // 2
+        return self.x, self.gate_up[:, :N], self.gate_up[:, N:], self.out, True
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        return self.x, self.down, self.down, self.out, False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_takes_whole_tiles(hopper: Any, dtype: torch.dtype) -> None:
+    assert hopper.takes(*Offered(dtype=dtype).gated())
+    assert hopper.takes(*Offered(dtype=dtype).plain())
+    assert hopper.takes(*Offered(N=192).gated()), "gate and up rows fill a tile together"
+
+
+def test_it_leaves_the_rest(hopper: Any) -> None:
+    for other in (Offered(dtype=torch.float32), Offered(K=96), Offered(N=96)):
+        assert not hopper.takes(*other.gated())
+        assert not hopper.takes(*other.plain())
+    assert not hopper.takes(*Offered(N=192).plain())
+    few = Offered()
+    few.out = few.out[:192]
+    assert not hopper.takes(*few.gated())
+
+
+def test_it_leaves_what_lies_otherwise(hopper: Any) -> None:
+    given = Offered()
+    x, w, u, out, _ = given.gated()
+    assert not hopper.takes(x, u, w, out, True), "up rows first"
+    assert not hopper.takes(x, given.gate_up[:, ::2], given.gate_up[:, 1::2], out, True), "interleaved"
+    assert not hopper.takes(x, w.clone(), u.clone(), out, True), "in stacks of their own"
+    assert not hopper.takes(x, w, w, out, False), "half of a stack"
+    assert not hopper.takes(x, given.down.mT.contiguous().mT, u, out, False), "columns first"
+    for odd in (
+        torch.zeros(200, 65, dtype=x.dtype)[:, :64],
+        torch.zeros(200 * 64 + 1, dtype=x.dtype)[1:].view(200, 64),
+    ):
+        assert not hopper.takes(odd, w, u, out, True)
+    assert not hopper.takes(x, given.down.half(), given.down.half(), out, False)
+
+
+def test_rows_of_all_experts_have_numbers_of_32_bits(hopper: Any) -> None:
+    assert hopper.fits(1000, 1024, 2**20, 64, 2, False)
+    assert not hopper.fits(1000, 1024, 2**21, 64, 2, False)
+
+
+def test_another_machine_has_no_such_kernel() -> None:
+    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    assert not found.is_hopper(torch.device("cpu"))
+    assert HOPPER or not found.takes(*Offered().plain())
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+@pytest.mark.parametrize("change", ["", "bias", "scatter", "fill", "z", "no gluon"])
+def test_what_only_the_other_kernel_does(
+    hopper: Any, change: str, target: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moefuse.backends.triton import grouped_linear
+    from moefuse.backends.triton.grouped_linear import Rows, product
+    from moefuse.backends.triton.tiles import Tile
+
+    calls = []
+    monkeypatch.setattr(hopper, "takes", lambda *_: True)
+    monkeypatch.setattr(hopper, "turned_product", lambda *_, **__: calls.append("turned"))
+    if change == "no gluon":
+        monkeypatch.setattr(grouped_linear, "hopper", None)
+    x, w = torch.randn(8, 32, device=target[1]), torch.randn(2, 16, 32, device=target[1])
+    offsets, order = torch.tensor([0, 3, 8], dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    out = torch.empty(8, 16, device=target[1])
+    product(
+        x, (Rows(w), Rows(w)), (torch.zeros(2, 16, device=target[1]) if change == "bias" else None, None),
+        offsets.to(target[1]), order.to(target[1]), gather=False, scatter=change == "scatter", fill=change == "fill",
+        activation=None, out=out, tile=Tile(16, 16, 32, 4, 1), z=torch.empty_like(out) if change == "z" else None,
+    )  # fmt: skip
+    assert len(calls) == (not change)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+from moefuse.backends.triton.hopper import _turned_kernel as kernel
+GATED, dtype = {gated}, "{dtype}"
+def desc(*block):
+    return f"tensordesc<{{dtype}}{{list(block)}},{{NVMMASharedLayout(128, 16, rank=len(block))!r}}>".replace(" ", "")
+known = dict(N=256, K=512, KIND="silu" if GATED else "", GATED=GATED, GATHER=GATED, TOP_K=2, PROGRAMS=132)
+if GATED:
+    known.update(x256_desc=None, x128_desc=None, x32_desc=None)
+types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", alpha="fp32", limit="fp32")
+types |= dict(x256_desc=desc(256, 64), x128_desc=desc(128, 64), x32_desc=desc(32, 64))
+types |= dict(w_desc=desc(1, 8, 2, 8, 64) if GATED else desc(128, 64))
+names = [p.name for p in kernel.params]
+signature = {{name: "constexpr" if name in known else types[name] for name in names}}
+constants = {{(i,): known[name] for i, name in enumerate(names) if name in known}}
+aligned = {{(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}}
+made = triton.compile(
+    GluonASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)
+)
+assert made.metadata.shared <= 227 * 1024, made.metadata.shared
+assert "wgmma.mma_async" in made.asm["ptx"]
+assert ("cp.async.cg" in made.asm["ptx"]) == GATED, "gathered rows are copied 16 bytes at a time"
+"""
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(True, "bf16"), (False, "fp16")], ids=["up", "down"])
+def test_it_compiles_without_a_card(gated: bool, dtype: str) -> None:
+    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
+    pytest.importorskip("moefuse.backends.triton.hopper")
+    code = f"import os; os.environ['TRITON_INTERPRET'] = '0'{_COMPILE.format(gated=gated, dtype=dtype)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Routed:
+    """Experts with rows of all sizes, twice and in any order, and slots that have none."""
+
+    def __init__(self, dtype: torch.dtype, rows: list[int] | None = None) -> None:
+        rows = random.sample(EDGES * 2, 2 * len(EDGES)) if rows is None else rows
+        live = sum(rows)
+        self.E, self.S, self.dtype = len(rows), live + live % 2 + 40 * TOP_K, dtype
+        self.offsets = torch.tensor(offsets_of(rows), dtype=torch.int32, device="cuda")
+        self.order = torch.randperm(self.S, dtype=torch.int32, device="cuda")
+        self.live = live
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device="cuda") * scale).to(self.dtype)
+
+    def check(self, x: Tensor, stack: Tensor, activation: Activation | None, gather: bool) -> None:
+        """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
+        from moefuse.backends.triton import hopper
+        from moefuse.backends.triton.grouped_linear import Rows, product, up_rows
+        from moefuse.backends.triton.tiles import Tile
+        from moefuse.ops.activation import glu_reference
+        from moefuse.ops.grouped_linear import grouped_linear_reference
+
+        gated = activation is not None and activation.gated
+        w, u, N = up_rows(stack, None, "halves", True) if gated else (Rows(stack), Rows(stack), stack.shape[1])
+        whole = torch.full((self.S + 300, N), torch.nan, dtype=self.dtype, device="cuda")
+        out = whole[: self.S]
+        assert hopper.takes(x, w.data, u.data, out, gated)
+        product(
+            x, (w, u), (None, None), self.offsets, self.order, gather=gather, scatter=False, fill=False,
+            activation=activation, out=out, tile=Tile(128, 128, 64, 8, 4),
+        )  # fmt: skip
+        want = grouped_linear_reference(x.double(), stack.double(), None, self.offsets, self.order, gather, False)
+        if activation is not None:
+            want = glu_reference(want, None, activation, "halves")
+        error = difference(whole[: self.live], want[: self.live])
+        assert error.within(ONE_ROUNDING[self.dtype]), error
+        assert whole[self.live :].isnan().all()
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_up(kind: str) -> None:
+    routed = Routed(torch.bfloat16)
+    routed.check(
+        routed.random(routed.S // TOP_K, H), routed.random(routed.E, 2 * I, H, scale=H**-0.5), Activation(kind), True
+    )
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["silu", "relu2"])
+def test_up_without_a_gate(kind: str) -> None:
+    routed = Routed(torch.bfloat16)
+    x, stack = routed.random(routed.S // TOP_K, H), routed.random(routed.E, I, H, scale=H**-0.5)
+    routed.check(x, stack, Activation(kind, gated=False), True)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_down(dtype: torch.dtype) -> None:
+    routed = Routed(dtype)
+    routed.check(routed.random(routed.S, I), routed.random(routed.E, H, I, scale=I**-0.5), None, False)
+
+
+@on_hopper
+def test_up_in_float16() -> None:
+    routed = Routed(torch.float16)
+    routed.check(routed.random(routed.S // TOP_K, H), routed.random(routed.E, 2 * I, H, scale=H**-0.5), SILU, True)
+
+
+@on_hopper
+def test_without_any_row() -> None:
+    """More slots than a tile needs and none with an expert: nothing is read that is not there, nothing is written."""
+    routed = Routed(torch.bfloat16, [0])
+    routed.S = 1000
+    routed.order = torch.arange(1000, dtype=torch.int32, device="cuda")
+    routed.check(routed.random(500, H), routed.random(1, 2 * I, H), SILU, True)
+    routed.check(routed.random(1000, I), routed.random(1, H, I), None, False)
+
+
+@on_hopper
+def test_more_than_2_to_the_31_numbers() -> None:
+    """Tokens and results past that many are found by 64-bit offsets."""
+    from moefuse.backends.triton.grouped_linear import product, up_rows
+    from moefuse.backends.triton.tiles import Tile
+
+    T = 2**31 // I + 1000
+    x = torch.empty(T, H, dtype=torch.bfloat16, device="cuda").normal_()
+    stack = torch.empty(1, 2 * I, H, dtype=torch.bfloat16, device="cuda").normal_(0, H**-0.5)
+    order = torch.arange(T - 1, -1, -1, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, T], dtype=torch.int32, device="cuda")
+    out = torch.full((T, I), torch.nan, dtype=torch.bfloat16, device="cuda")
+    w, u, _ = up_rows(stack, None, "halves", True)
+    product(
+        x, (w, u), (None, None), offsets, order, gather=True, scatter=False, fill=False, activation=SILU, out=out,
+        tile=Tile(128, 128, 64, 8, 4),
+    )  # fmt: skip
+    at = torch.cat((torch.arange(500), torch.randint(0, T, (500,)), torch.arange(T - 500, T))).cuda()
+    z = x[order[at].long()].double() @ stack[0].double().mT
+    error = difference(out[at], torch.nn.functional.silu(z[:, :I]) * z[:, I:])
+    assert error.within(ONE_ROUNDING[torch.bfloat16]), error
+    assert not out.isnan().any()
+
+
+class Block:
+    """One small layer with many rows per expert."""
+
+    E, T = 4, 600
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        def random(*shape: int) -> Tensor:
+            return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).to(dtype)
+
+        self.dtype, self.routing = dtype, Routing(top_k=TOP_K)
+        self.router, self.gate_up, self.down = random(self.E, H), random(self.E, 2 * I, H), random(self.E, H, I)
+
+    def tokens(self, T: int = T) -> Tensor:
+        return torch.randn(T, H, device="cuda").to(self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return moefuse.moe(x, self.router, self.gate_up, self.down, self.routing)
+
+    def exact(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """In float64."""
+        wide = (t.double() for t in (weights, self.gate_up, self.down))
+        return moefuse.experts(x.double(), ids, *wide, backend="reference")
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with each product that is taken: whether it gathers."""
+    from moefuse.backends.triton import hopper
+
+    calls: list[bool] = []
+    launched = hopper.turned_product
+
+    def count(*args: Any, **options: Any) -> None:
+        calls.append(options["gather"])
+        launched(*args, **options)
+
+    monkeypatch.setattr(hopper, "turned_product", count)
+    return calls
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_experts_and_moe(dtype: torch.dtype, turned: list[bool]) -> None:
+    block = Block(dtype)
+    x = block.tokens()
+    weights, ids = moefuse.gate(x, block.router, block.routing)
+    want = block.exact(x, ids, weights)
+    with poisoned():
+        results = block(x), moefuse.experts(x, ids, weights, block.gate_up, block.down)
+    assert turned == [True, False] * 2
+    tolerance = cases.tolerance_of("experts", "out", x, dtype)
+    for result in results:
+        error = difference(result, want)
+        assert error.within(tolerance), error
+
+
+@on_hopper
+def test_experts_with_slots_that_have_none(turned: list[bool]) -> None:
+    block = Block()
+    x, weights = block.tokens(), torch.rand(block.T, TOP_K, device="cuda")
+    ids = torch.randint(0, block.E + 1, (block.T, TOP_K), device="cuda", dtype=torch.int32)
+    ids[:7] = block.E
+    with poisoned():
+        result = moefuse.experts(x, ids, weights, block.gate_up, block.down)
+        nothing = moefuse.experts(x, torch.full_like(ids, -1), weights, block.gate_up, block.down)
+    assert turned == [True, False] * 2
+    assert (result[:7] == 0).all()
+    assert (nothing == 0).all()
+    error = difference(result, block.exact(x, ids, weights))
+    assert error.within(cases.tolerance_of("experts", "out", x, block.dtype)), error
+
+
+@on_hopper
+def test_training_takes_it_for_the_down_product(turned: list[bool]) -> None:
+    block = Block()
+    x = block.tokens()
+    weights, ids = moefuse.gate(x, block.router, block.routing)
+    result = moefuse.experts(x, ids, weights, block.gate_up.requires_grad_(), block.down)
+    assert turned == [False]
+    error = difference(result, block.exact(x, ids, weights))
+    assert error.within(cases.tolerance_of("experts", "out", x, block.dtype)), error
+
+
+@on_hopper
+def test_in_a_graph() -> None:
+    """Captured once and replayed on other tokens, with other rows for every expert."""
+    block = Block()
+    x = block.tokens()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        block(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = block(x)
+    for _ in range(3):
+        x.copy_(block.tokens())
+        graph.replay()
+        assert torch.equal(captured, block(x))
+
+
+@on_hopper
+def test_the_same_bits_and_no_new_kernel_for_other_tokens() -> None:
+    from moefuse.backends.triton import hopper, launch
+
+    def compiled() -> list[Any]:
+        return [key for key in launch._COMPILED if key[0] is hopper._turned_kernel]
+
+    block = Block()
+    x = block.tokens()
+    first = block(x)
+    before = compiled()
+    assert before
+    assert all(torch.equal(first, block(x)) for _ in range(10))
+    for T in (500, 601, 1024, 5000):
+        block(block.tokens(T))
+    assert compiled() == before
