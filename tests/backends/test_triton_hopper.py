@@ -88,7 +88,7 @@ class Offered:
     """What `takes` is asked about; changed one thing at a time."""
 
     def __init__(self, E: int = 2, N: int = 128, K: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.x, self.out = torch.zeros(100 * E, K, dtype=dtype), torch.zeros(100 * E, N, dtype=dtype)
+        self.x, self.out = torch.zeros(200 * E, K, dtype=dtype), torch.zeros(200 * E, N, dtype=dtype)
         self.gate_up, self.down = torch.zeros(E, 2 * N, K, dtype=dtype), torch.zeros(E, N, K, dtype=dtype)
 
     def gated(self) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
@@ -112,7 +112,7 @@ def test_it_leaves_the_rest(hopper: Any) -> None:
         assert not hopper.takes(*other.plain())
     assert not hopper.takes(*Offered(N=192).plain())
     few = Offered()
-    few.out = few.out[:192]
+    few.out = few.out[: 192 * 2]
     assert not hopper.takes(*few.gated())
 
 
@@ -125,8 +125,8 @@ def test_it_leaves_what_lies_otherwise(hopper: Any) -> None:
     assert not hopper.takes(x, w, w, out, False), "half of a stack"
     assert not hopper.takes(x, given.down.mT.contiguous().mT, u, out, False), "columns first"
     for odd in (
-        torch.zeros(200, 65, dtype=x.dtype)[:, :64],
-        torch.zeros(200 * 64 + 1, dtype=x.dtype)[1:].view(200, 64),
+        torch.zeros(400, 65, dtype=x.dtype)[:, :64],
+        torch.zeros(400 * 64 + 1, dtype=x.dtype)[1:].view(400, 64),
     ):
         assert not hopper.takes(odd, w, u, out, True)
     assert not hopper.takes(x, given.down.half(), given.down.half(), out, False)

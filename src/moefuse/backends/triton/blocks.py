@@ -334,4 +334,4 @@ def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, G
         total += _scaled_byte(mins, 0, d_min, ASM)[:, :, :, None] * sum_a
         total += _scaled_byte(scales, 1, d, ASM)[:, :, :, None] * _dots(q >> 4, b0, b1, b2, b3, sum_b, ASM)
         total += _scaled_byte(mins, 1, d_min, ASM)[:, :, :, None] * sum_b
-    return tl.sum(tl.reshape(tl.permute(total, [0, 2, 1, 3]), [A, B, GROUPS * 8]), 2)
+    return tl.sum(tl.sum(total, 3), 1)

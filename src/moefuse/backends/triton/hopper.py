@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import MANY_ROWS
+from moefuse.backends.triton.tiles import TURNED_ROWS
 from moefuse.types import Activation
 
 #: what of K a stage holds: 128 bytes, the widest row that tensor cores read from shared memory
@@ -310,7 +310,7 @@ def is_hopper(device: torch.device) -> bool:
 def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool) -> bool:
     """Whether a product of ``load`` rows per expert, N columns and sums over K goes into whole tiles, and gains."""
     whole = N % (64 if gated else 128) == 0 and K % BLOCK_K.value == 0
-    return load > MANY_ROWS and itemsize == 2 and whole and 0 < E * N < 2**31
+    return load > TURNED_ROWS and itemsize == 2 and whole and 0 < E * N < 2**31
 
 
 def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:

@@ -33,8 +33,10 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 FEW_TOKENS = 4
-#: over this many rows per expert tiles are at their largest, and Hopper takes hopper.py's product where that can
+#: over this many rows per expert tiles are at their largest
 MANY_ROWS = 96
+#: and over this many Hopper takes hopper.py's product where that can: with fewer, tiles of 256 tokens are half empty
+TURNED_ROWS = 192
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
