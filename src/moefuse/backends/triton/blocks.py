@@ -181,11 +181,9 @@ def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
 def _nibbles_asm(dtype, pack):
     """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets."""
     pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
-    half = pack // 2
-    q = 2 * half
-    lines = [f".reg .b32 a, b, f<{2 * pack}>;", f"and.b32 a, ${q}, 0x0F0F0F0F;", f"and.b32 b, ${q}, 0xF0F0F0F0;"]
+    lines = [f".reg .b32 a, b, f<{2 * pack}>;", f"and.b32 a, ${pack}, 0x0F0F0F0F;", f"and.b32 b, ${pack}, 0xF0F0F0F0;"]
     for i in range(pack):
-        at = q + 1 + i
+        at = pack + 1 + i
         lines.append(f"prmt.b32 f{i}, a, 0x43000000, 0x7{i}44;")
         lines.append(f"prmt.b32 f{i + pack}, b, 0x47000000, 0x74{i}4;")
         lines.append(f"fma.rn.f32 f{i}, f{i}, ${at}, ${at + pack};")
@@ -203,15 +201,14 @@ def _nibbles_registers(pack):
 def _nibble_pairs(q, scale_a, offset_a, scale_b, offset_b, dtype: tl.constexpr, ASM: tl.constexpr):
     """``scale_a * low + offset_a`` and ``scale_b * high + offset_b`` of bytes [N, L], by the row, as ``dtype``.
 
-    128 + n is the float32 whose third byte is n and whose fourth is 0x43: one byte permutation makes it.
+    128 + n is the float32 whose third byte is n and whose fourth is 0x43, 32768 + n that of second byte n and fourth
+    0x47: one byte permutation makes it. ASM: how many bytes at a time, 0 for plain operations.
     """
     if ASM:
         sixteenth = scale_b * 0.0625
         low, high = tl.inline_asm_elementwise(
             _nibbles_asm(dtype, ASM), _nibbles_registers(ASM),
-            [
-                q, scale_a, offset_a - 128.0 * scale_a, sixteenth, offset_b - 32768.0 * sixteenth,
-            ],
+            [q, scale_a, offset_a - 128.0 * scale_a, sixteenth, offset_b - 32768.0 * sixteenth],
             dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
         )  # fmt: skip
     else:
