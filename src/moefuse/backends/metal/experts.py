@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import up_biases
 from moefuse.backends.metal import tiles
 from moefuse.backends.metal.activation import kind_of, numbers_of
 from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.combine import Tail, weighted_sum
-from moefuse.backends.metal.grouped_linear import product, up_biases, up_rows
+from moefuse.backends.metal.grouped_linear import product, up_rows
 from moefuse.backends.metal.launch import ceil_div, dense, launch, rows, wide
 from moefuse.backends.metal.plan import plan
 from moefuse.quant.tensor import QuantTensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import gate_and_up
 from moefuse.backends.metal.activation import kind_of, numbers_of
 from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.launch import ceil_div, launch, rows, wide
@@ -22,19 +23,8 @@ def up_rows(
         return both, both
     if up is not None:
         return both, Rows.of(up)
-    I, data = gate_up.shape[1] // 2, both.data
-    first, second = (data[:, :I], data[:, I:]) if layout == "halves" else (data[:, ::2], data[:, 1::2])
+    first, second = gate_and_up(both.data, layout)
     return both._replace(data=first), both._replace(data=second)
-
-
-def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of gate rows and of up rows."""
-    if bias is None or not gated:
-        return bias, bias
-    if apart or layout == "halves":
-        I = bias.shape[1] // 2
-        return bias[:, :I], bias[:, I:]
-    return bias[:, ::2], bias[:, 1::2]
 
 
 def _most_tiles(S: int, E: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import up_biases
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.few import experts_few
-from moefuse.backends.triton.grouped_linear import Rows, product, up_biases, up_rows
+from moefuse.backends.triton.grouped_linear import Rows, product, up_rows
 from moefuse.backends.triton.plan import TokenTiles, plan
 from moefuse.backends.triton.tiles import FEW_TOKENS
 from moefuse.backends.triton.tuned import Product, tile_for

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse.backends.gated import up_biases
 from moefuse.backends.triton.activation import activation_numbers, slopes
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.grouped_linear import (
@@ -21,7 +22,6 @@ from moefuse.backends.triton.grouped_linear import (
     find_tile,
     most_tiles,
     product,
-    up_biases,
     up_rows,
     z_columns,
 )

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.gated import up_biases
 from moefuse.backends.triton.activation import activate
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_products
 from moefuse.backends.triton.combine import contiguous, finish
-from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_biases, up_rows
+from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_rows
 from moefuse.backends.triton.launch import (
     INTERPRETED,
     PDL,

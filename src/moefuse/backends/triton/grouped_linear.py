@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse.backends.gated import gate_and_up
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
 from moefuse.backends.triton.launch import (
@@ -280,9 +281,8 @@ def up_rows(
         return both, both, gate_up.shape[1]
     if up is not None:
         return both, Rows.of(up), gate_up.shape[1]
-    I, data = gate_up.shape[1] // 2, both.data
-    first, second = (data[:, :I], data[:, I:]) if layout == "halves" else (data[:, ::2], data[:, 1::2])
-    return both._replace(data=first), both._replace(data=second), I
+    first, second = gate_and_up(both.data, layout)
+    return both._replace(data=first), both._replace(data=second), first.shape[1]
 
 
 def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
@@ -290,16 +290,6 @@ def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
     if bool(w.format) == bool(u.format):
         return w, u
     return Rows(w.data.contiguous(), w.format), Rows(u.data.contiguous(), u.format)
-
-
-def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of gate rows and of up rows."""
-    if bias is None or not gated:
-        return bias, bias
-    if apart or layout == "halves":
-        I = bias.shape[1] // 2
-        return bias[:, :I], bias[:, I:]
-    return bias[:, ::2], bias[:, 1::2]
 
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
