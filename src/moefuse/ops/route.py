@@ -86,6 +86,10 @@ def check(op: str, logits: Any, routing: Any, bias: Any, per_expert_scale: Any) 
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
+    if logits.device.type == "cpu" and logits.dtype != torch.float64:
+        # Equal logits must tie. torch rounds the last few of a tensor otherwise than the rest; in float64 that is far
+        # below what is kept.
+        return _scores(logits.double(), routing).to(logits.dtype)
     if routing.softcap is not None:
         capped = routing.softcap * torch.tanh(logits / routing.softcap)
         # A masked expert stays masked: it has no part in the softmax either.
