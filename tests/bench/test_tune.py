@@ -354,7 +354,7 @@ def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatc
     hopper = pytest.importorskip("moefuse.backends.triton.hopper")
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     layer = Shape("custom", experts=4, hidden=256, intermediate=128, top_k=2)
-    many, few = 400, 100
+    many, few = 400, 40
 
     def searched(shape: Shape, tokens: int) -> list[str]:
         products = search.products(shape, tokens, torch.bfloat16)
@@ -365,6 +365,10 @@ def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatc
     assert searched(dataclasses.replace(layer, layout="interleaved"), many) == ["up"]
     assert searched(dataclasses.replace(layer, intermediate=96), many) == ["up", "down"]
     assert searched(dataclasses.replace(layer, bias=True), many) == ["up", "down"]
+    in_blocks = dataclasses.replace(layer, intermediate=256, weights=("Q4_K", "Q4_K"))
+    assert searched(in_blocks, many) == []
+    assert searched(in_blocks, 100) == ["up", "down"], "numbers would be taken"
+    assert searched(dataclasses.replace(in_blocks, weights=("Q4_K", "Q6_K")), many) == ["down"]
     assert search.tune(
         layer, [many], torch.bfloat16, CPU, 1.0, lambda *_: None, trial=lambda _: Made(lambda _: 1.0)
     ) == ([], {})

@@ -82,10 +82,13 @@ def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
 def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
     """Whether there is one to look for: the product that Hopper takes for many rows has none."""
     from moefuse.backends.triton.grouped_linear import hopper
+    from moefuse.backends.triton.tiles import IN_WORDS
 
-    if hopper is None or product.format or shape.bias or (product.gated and shape.layout != "halves"):
+    if hopper is None or product.format not in ("", IN_WORDS) or shape.bias:
         return True
-    sizes = product.E, product.N, product.K, product.itemsize, product.gated
+    if product.gated and shape.layout != "halves":
+        return True
+    sizes = product.E, product.N, product.K, product.itemsize, product.gated, product.format != ""
     return not (hopper.is_hopper(device) and hopper.fits(product.load, *sizes))
 
 

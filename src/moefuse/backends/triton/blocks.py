@@ -178,16 +178,19 @@ def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _nibbles_asm(dtype, pack):
-    """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets."""
+def _nibbles_asm(dtype, pack, own):
+    """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets.
+
+    own: every byte has its scales and offsets; otherwise all have the same.
+    """
     pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
     lines = [f".reg .b32 a, b, f<{2 * pack}>;", f"and.b32 a, ${pack}, 0x0F0F0F0F;", f"and.b32 b, ${pack}, 0xF0F0F0F0;"]
     for i in range(pack):
-        at = pack + 1 + i
+        at, step = (pack + 1 + i, pack) if own else (pack + 1, 1)
         lines.append(f"prmt.b32 f{i}, a, 0x43000000, 0x7{i}44;")
         lines.append(f"prmt.b32 f{i + pack}, b, 0x47000000, 0x74{i}4;")
-        lines.append(f"fma.rn.f32 f{i}, f{i}, ${at}, ${at + pack};")
-        lines.append(f"fma.rn.f32 f{i + pack}, f{i + pack}, ${at + 2 * pack}, ${at + 3 * pack};")
+        lines.append(f"fma.rn.f32 f{i}, f{i}, ${at}, ${at + step};")
+        lines.append(f"fma.rn.f32 f{i + pack}, f{i + pack}, ${at + 2 * step}, ${at + 3 * step};")
     lines += [f"cvt.rn.{pair}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(pack)]
     return "{" + " ".join(lines) + "}"
 
@@ -207,7 +210,7 @@ def _nibble_pairs(q, scale_a, offset_a, scale_b, offset_b, dtype: tl.constexpr, 
     if ASM:
         sixteenth = scale_b * 0.0625
         low, high = tl.inline_asm_elementwise(
-            _nibbles_asm(dtype, ASM), _nibbles_registers(ASM),
+            _nibbles_asm(dtype, ASM, True), _nibbles_registers(ASM),
             [q, scale_a, offset_a - 128.0 * scale_a, sixteenth, offset_b - 32768.0 * sixteenth],
             dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
         )  # fmt: skip
@@ -233,8 +236,8 @@ def q4_k_scales(head):
 
 @triton.jit
 def quarters(q):
-    """[N, 128] as four [N, 32]."""
-    first, second = tl.split(tl.permute(tl.reshape(q, [q.shape[0], 2, 2, 32]), [0, 3, 2, 1]))
+    """[N, L] as four [N, L // 4]."""
+    first, second = tl.split(tl.permute(tl.reshape(q, [q.shape[0], 2, 2, q.shape[1] // 4]), [0, 3, 2, 1]))
     a, b = tl.split(first)
     c, d = tl.split(second)
     return a, b, c, d
@@ -251,6 +254,24 @@ def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr)
     return _nibble_pairs(
         q, _scaled_byte(scales, at, d, ASM)[:, None], _scaled_byte(mins, at, d_min, ASM)[:, None],
         _scaled_byte(scales, at + 1, d, ASM)[:, None], _scaled_byte(mins, at + 1, d_min, ASM)[:, None], dtype, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def q4_k_words(q, head, i: tl.constexpr, dtype: tl.constexpr):
+    """Like `q4_k_group`, from words [N, 8], by instructions of the card alone.
+
+    Four [N, 8]: pairs of numbers of ``dtype`` in a word, two of the first run's and two of the second's.
+    """
+    d, d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
+    at: tl.constexpr = 2 * i % 4
+    scale, sixteenth = _scaled_byte(scales, at, d, True), _scaled_byte(scales, at + 1, d * 0.0625, True)
+    offset = _scaled_byte(mins, at, d_min, True) - 128.0 * scale
+    offset_b = _scaled_byte(mins, at + 1, d_min, True) - 32768.0 * sixteenth
+    return tl.inline_asm_elementwise(
+        _nibbles_asm(dtype, 4, False), "=r,=r,=r,=r,r,r,r,r,r",
+        [q, scale[:, None], offset[:, None], sixteenth[:, None], offset_b[:, None]],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
     )  # fmt: skip
 
 

@@ -122,13 +122,24 @@ def _down_few_kernel(
     k = tl.arange(0, BLOCK_K)
     slot = tl.arange(0, SLOTS)
     inside = n < H
-    wait(PDL)
-    launch_dependents(PDL)
     s = row * TOP_K + slot
+    # Only the hidden rows are the up product's: all else was there before its programs let this one begin.
     expert = tl.load(ids_ptr + s, mask=slot < TOP_K, other=-1).to(tl.int64)
     live = (expert >= 0) & (expert < E)
     weight = tl.load(weights_ptr + s, mask=live, other=0.0).to(tl.float32)
-    # Every expert of the token at once, so that all their loads are in flight together.
+    rest = finish(
+        tl.zeros([BLOCK_N], tl.float32), row, n, inside, H, shared_ptr, shared_gate_ptr, shared_logit_ptr,
+        residual_ptr, HAS_SHARED, HAS_GATE, HAS_LOGIT, HAS_RESIDUAL,
+    )  # fmt: skip
+    numbers: tl.constexpr = W_FORMAT == ""
+    if numbers:
+        # [SLOTS, BLOCK_N, BLOCK_K]: every expert of the token at once, so that all their loads are in flight together
+        rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
+        w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
+        filled = live[:, None, None] & inside[None, :, None]
+        w = tl.load(w_ptrs, mask=filled & (k < K)[None, None, :], other=0.0)
+    wait(PDL)
+    launch_dependents(PDL)
     if WORDS:
         stack = tl.where(live, expert, 0)[:, None]
         rows = w_ptr + stack * stride_we + tl.minimum(n, H - 1).to(tl.int64)[None, :] * stride_wn
@@ -151,28 +162,19 @@ def _down_few_kernel(
         y = tl.sum(tl.reshape(tl.sum(sums, 1), [SLOTS, BLOCK_N, RUNS]), 2)
         y = tl.where(live[:, None], y, 0.0)
     else:
-        # [SLOTS, BLOCK_N, BLOCK_K]
-        rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
-        w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
         h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
-        filled = live[:, None, None] & inside[None, :, None]
         acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            left = k < K - start
-            w = tl.load(w_ptrs, mask=filled & left[None, None, :], other=0.0)
-            v = tl.load(h_ptrs, mask=live[:, None] & left[None, :], other=0.0)
-            acc += w.to(tl.float32) * v[:, None, :]
+            v = tl.load(h_ptrs + start, mask=live[:, None] & (k < K - start)[None, :], other=0.0)
             w_ptrs += BLOCK_K * stride_wk
-            h_ptrs += BLOCK_K
+            ahead = tl.load(w_ptrs, mask=filled & (k < K - start - BLOCK_K)[None, None, :], other=0.0)
+            acc += w.to(tl.float32) * v[:, None, :]
+            w = ahead
         y = tl.sum(acc, 2)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert[:, None] * H + n[None, :]
         y += tl.load(bias_ptrs, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    total = tl.sum(y * weight[:, None], 0)
-    total = finish(
-        total, row, n, inside, H, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
-        HAS_SHARED, HAS_GATE, HAS_LOGIT, HAS_RESIDUAL,
-    )  # fmt: skip
+    total = tl.sum(y * weight[:, None], 0) + rest
     tl.store(out_ptr + row * H + n, total.to(out_ptr.dtype.element_ty), mask=inside)
     if HAS_NORM:
         tl.store(total_ptr + row * H + n, total, mask=inside)

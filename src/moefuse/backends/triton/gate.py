@@ -22,6 +22,8 @@ from moefuse.types import Routing
 
 #: at or under this many tokens the router is a matrix-vector product spread over experts
 _FEW = 32
+#: programs of the router's product for more tokens, about: an H200 has as many multiprocessors
+_PROGRAMS = 132
 
 
 @triton.jit
@@ -235,9 +237,9 @@ def raw_logits(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
         BLOCK_H=row_block, num_warps=row_warps, launch_pdl=PDL,
     )  # fmt: skip
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
-    # Enough programs to fill the card: split the sum over H when tokens and experts alone do not.
+    # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
-    stretches = max(1, min(ceil_div(H, 2 * BLOCK_H), 264 // tiles))
+    stretches = max(1, min(ceil_div(H, 2 * BLOCK_H), _PROGRAMS // tiles))
     steps = ceil_div(ceil_div(H, stretches), BLOCK_H)
     stretches = ceil_div(H, steps * BLOCK_H)
     logits = torch.empty((stretches, T, E), dtype=torch.float32, device=x.device)

@@ -370,15 +370,15 @@ def product(
     (w, w_format), (u, u_format) = alike(*rows)
     bias, up_bias = biases
     gated = activation is not None and activation.gated
-    plain = not (scatter or fill or w_format or u_format) and bias is None and z is None
+    words = in_words(w, w_format) and in_words(u, u_format)
+    plain = not (scatter or fill) and bias is None and z is None and (words or not (w_format or u_format))
     if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
         tiles = tiles or TokenTiles(offsets, S)
-        hopper.turned_product(x, w, tiles, order, gather=gather, activation=activation, out=out)
+        hopper.turned_product(x, w, u, tiles, order, gather=gather, activation=activation, out=out)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     halves = tile.m >= 128
-    words = in_words(w, w_format) and in_words(u, u_format)
     if tile.copy_engine and (words or (K % tile.k == 0 and not w_format and not u_format)):
         if not gather and not words:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))

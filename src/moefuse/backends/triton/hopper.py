@@ -1,9 +1,9 @@
 """The grouped product on Hopper for many rows per expert: persistent and warp-specialised, written in Gluon.
 
-The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to 288 tokens to a tile, so that an expert's
-rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64 weight
-rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead over
-the ends of tiles.
+The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH + 32 tokens to a tile, so that an
+expert's rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64
+weight rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead
+over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way.
 
 ``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread
 that copies them; ``empty[stage]`` with one arrival of each multiplying warpgroup.
@@ -26,19 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefuse.backends.triton.activation import activate, activation_numbers
+from moefuse.backends.triton.blocks import q4_k_scales, q4_k_words, quarters
 from moefuse.backends.triton.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import TURNED_ROWS
+from moefuse.backends.triton.tiles import TURNED_ROWS, TURNED_ROWS_IN_BLOCKS, TURNED_STAGES
 from moefuse.types import Activation
 
 #: what of K a stage holds: 128 bytes, the widest row that tensor cores read from shared memory
 BLOCK_K = gl.constexpr(64)
-#: as many as 227 KiB of shared memory hold
-STAGES = gl.constexpr(4)
+#: rows that the last tile of an expert may have over WIDTH
+TAIL_ROWS = gl.constexpr(TokenTiles.SPARE)
 
 
 @gluon.jit
-def _advance(stage, phase):
+def _advance(stage, phase, STAGES: gl.constexpr):
     """The stage after this one, and the phase of its barriers."""
     stage += 1
     wraps = stage == STAGES
@@ -46,13 +47,26 @@ def _advance(stage, phase):
 
 
 @gluon.jit
-def _before(stage):
+def _before(stage, STAGES: gl.constexpr):
     """The stage before this one.
 
     Not a variable that the loop sets to ``stage``: Triton carries what one visit of the body leaves changed, and a
     variable that was ``stage`` ahead of the loop is that same value after the visit, so it would never move.
     """
     return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def _tile_of(visit, PROGRAMS: gl.constexpr):
+    """This program's tile of a visit: to and fro over tiles from large to small, so that programs get as much work."""
+    return visit * PROGRAMS + gl.where(visit % 2 == 0, gl.program_id(0), PROGRAMS - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def _visits(total, PROGRAMS: gl.constexpr):
+    """How many tiles this program has."""
+    whole = total // PROGRAMS
+    return whole + (_tile_of(whole, PROGRAMS) < total).to(gl.int32)
 
 
 @gluon.jit
@@ -78,73 +92,173 @@ def _token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
 
 
 @gluon.jit
+def _bring_tokens(
+    x, tail, bar, first, rows, start, ptrs0, ptrs64, ptrs128, tail_ptrs, x_desc, half_desc, tail_desc,
+    BYTES: gl.constexpr, GATHER: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Ask for a stage's tokens; ``bar`` also expects BYTES from the copy engine."""
+    if GATHER:
+        if BYTES:
+            mbarrier.expect(bar, BYTES)
+        async_copy.async_copy_global_to_shared(x.slice(0, 64, dim=0), ptrs0 + start)
+        if WIDTH >= 128:  # noqa: SIM102  known when it compiles
+            if rows > 64:
+                async_copy.async_copy_global_to_shared(x.slice(64, 64, dim=0), ptrs64 + start)
+        if WIDTH == 256:  # noqa: SIM102
+            if rows > 128:
+                async_copy.async_copy_global_to_shared(x.slice(128, 128, dim=0), ptrs128 + start)
+        if rows > WIDTH:
+            async_copy.async_copy_global_to_shared(tail, tail_ptrs + start)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        mbarrier.expect(bar, BYTES + HALF * BLOCK_K * 2, pred=rows <= HALF)
+        mbarrier.expect(bar, BYTES + WIDTH * BLOCK_K * 2, pred=(rows > HALF) & (rows <= WIDTH))
+        mbarrier.expect(bar, BYTES + (WIDTH + TAIL_ROWS) * BLOCK_K * 2, pred=rows > WIDTH)
+        tma.async_copy_global_to_shared(half_desc, [first, start], bar, x.slice(0, HALF, dim=0), pred=rows <= HALF)
+        tma.async_copy_global_to_shared(x_desc, [first, start], bar, x, pred=rows > HALF)
+        tma.async_copy_global_to_shared(tail_desc, [first + WIDTH, start], bar, tail, pred=rows > WIDTH)
+
+
+@gluon.jit
+def _head_ptrs(w_ptr, u_offset, ROW_WORDS: gl.constexpr, GATED: gl.constexpr):
+    """Where the heads of 128 rows of blocks begin [128, 4], 8 gate and 8 up rows by turns if GATED; a row a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    r = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    at = ((r // 16 * 8 + r % 8) * ROW_WORDS + (r // 8 % 2) * u_offset) if GATED else r * ROW_WORDS
+    return w_ptr + at[:, None] + gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _bring_blocks(raw, bar, w_desc, u_desc, row, block, live, GATED: gl.constexpr):
+    """Ask for the bytes behind the heads of one block of 128 rows from ``row`` on, gate rows first, if ``live``."""
+    mbarrier.expect(bar, 128 * 128, pred=live)
+    at = 144 * block + 16
+    tma.async_copy_global_to_shared(w_desc, [row, at], bar, raw.slice(0, 64, dim=0), pred=live)
+    second = row if GATED else row + 64
+    tma.async_copy_global_to_shared(u_desc, [second, at], bar, raw.slice(64, 64, dim=0), pred=live)
+
+
+@gluon.jit
+def _block_words(raw, GATED: gl.constexpr):
+    """What `_bring_blocks` brought, in the order of `_head_ptrs`: words [128, 32]."""
+    words = raw._reinterpret(gl.uint32, [128, 32], gl.NVMMASharedLayout(128, 32, rank=2))
+    if GATED:
+        turns: gl.constexpr = gl.BlockedLayout([1, 1, 1, 32], [2, 2, 8, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+        found = words.reshape([2, 8, 8, 32]).permute([1, 0, 2, 3]).load(turns).reshape([128, 32])
+    else:
+        found = words.load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
+    return found
+
+
+@gluon.jit
+def _decode(q, head, i: gl.constexpr, w):
+    """Values 64 * i and on of Q4_K blocks, from words [128, 8] and what `q4_k_scales` found, into w [128, 64]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    d, d_min, s0, s4, m0, m4 = head
+    head = (
+        gl.convert_layout(d, row), gl.convert_layout(d_min, row), gl.convert_layout(s0, row),
+        gl.convert_layout(s4, row), gl.convert_layout(m0, row), gl.convert_layout(m4, row),
+    )  # fmt: skip
+    a, b, c, d = q4_k_words(gl.convert_layout(q, layout), head, i, w.dtype)
+    low = gl.join(a, b).reshape([128, 16])
+    high = gl.join(c, d).reshape([128, 16])
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    w._reinterpret(gl.uint32, [128, 32], pairs).store(gl.join(low, high).permute([0, 2, 1]).reshape([128, 32]))
+
+
+@gluon.jit
 def _produce(
-    x_ring, tail_ring, w_ring, full, empty, tiles_ptr, order_ptr, x_ptr, x256_desc, x128_desc, x32_desc, w_desc,
+    x_ring, tail_ring, w_ring, full, empty, raw, raw_full, tiles_ptr, order_ptr, x_ptr, x_desc, half_desc, tail_desc,
+    w_desc, u_desc, w_ptr, u_offset, pitch,
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROW_WORDS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, tile after tile. Spans are read two tiles ahead and slots one, so that nothing waits for them."""
     BLOCK_N: gl.constexpr = 64 if GATED else 128
-    W_BYTES: gl.constexpr = 128 * BLOCK_K * 2
     COLUMNS: gl.constexpr = N // BLOCK_N
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    next_expert, next_first, next_stop = _span(tiles_ptr, gl.program_id(0), total, COLUMNS)
+    next_expert, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
     if GATHER:
         slots0 = _slots(order_ptr, next_first, next_stop, 64)
-        slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
-        slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
-        slots256 = _slots(order_ptr, next_first + 256, next_stop, 32)
-    then_expert, then_first, then_stop = _span(tiles_ptr, gl.program_id(0) + PROGRAMS, total, COLUMNS)
-    for tile in range(gl.program_id(0), total, PROGRAMS):
-        column = tile % COLUMNS * BLOCK_N
+        if WIDTH >= 128:
+            slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
+        if WIDTH == 256:
+            slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
+        tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+    then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(1, PROGRAMS), total, COLUMNS)
+    visits = _visits(total, PROGRAMS)
+    if ROW_WORDS:
+        blocks = gl.to_tensor(0)
+        row = next_expert * pitch + _tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
+        _bring_blocks(raw.index(0), raw_full.index(0), w_desc, u_desc, row, 0, visits > 0, GATED)
+        head_ptrs = _head_ptrs(w_ptr, u_offset, ROW_WORDS, GATED)
+        head_next = gl.load(head_ptrs + row.to(gl.int64) * ROW_WORDS)
+    for visit in range(visits):
+        column = _tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
         expert = next_expert
         first = next_first
         rows = next_stop - next_first
         next_expert = then_expert
         next_first = then_first
         next_stop = then_stop
-        then_expert, then_first, then_stop = _span(tiles_ptr, tile + 2 * PROGRAMS, total, COLUMNS)
+        then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(visit + 2, PROGRAMS), total, COLUMNS)
+        ptrs0 = None
+        ptrs64 = None
+        ptrs128 = None
+        tail_ptrs = None
         if GATHER:
             ptrs0 = _token_ptrs(x_ptr, slots0, K, TOP_K)
-            ptrs64 = _token_ptrs(x_ptr, slots64, K, TOP_K)
-            ptrs128 = _token_ptrs(x_ptr, slots128, K, TOP_K)
-            ptrs256 = _token_ptrs(x_ptr, slots256, K, TOP_K)
             slots0 = _slots(order_ptr, next_first, next_stop, 64)
-            slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
-            slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
-            slots256 = _slots(order_ptr, next_first + 256, next_stop, 32)
-        for start in range(0, K, BLOCK_K):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            x = x_ring.index(stage)
-            if GATHER:
-                mbarrier.expect(bar, W_BYTES)
-            else:
-                mbarrier.expect(bar, W_BYTES + 128 * BLOCK_K * 2, pred=rows <= 128)
-                mbarrier.expect(bar, W_BYTES + 256 * BLOCK_K * 2, pred=(rows > 128) & (rows <= 256))
-                mbarrier.expect(bar, W_BYTES + 288 * BLOCK_K * 2, pred=rows > 256)
-            at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
-            tma.async_copy_global_to_shared(w_desc, at, bar, w_ring.index(stage))
-            if GATHER:
-                async_copy.async_copy_global_to_shared(x.slice(0, 64, dim=0), ptrs0 + start)
-                if rows > 64:
-                    async_copy.async_copy_global_to_shared(x.slice(64, 64, dim=0), ptrs64 + start)
-                if rows > 128:
-                    async_copy.async_copy_global_to_shared(x.slice(128, 128, dim=0), ptrs128 + start)
-                if rows > 256:
-                    async_copy.async_copy_global_to_shared(tail_ring.index(stage), ptrs256 + start)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-            else:
-                tma.async_copy_global_to_shared(
-                    x128_desc, [first, start], bar, x.slice(0, 128, dim=0), pred=rows <= 128
+            if WIDTH >= 128:
+                ptrs64 = _token_ptrs(x_ptr, slots64, K, TOP_K)
+                slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
+            if WIDTH == 256:
+                ptrs128 = _token_ptrs(x_ptr, slots128, K, TOP_K)
+                slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
+            tail_ptrs = _token_ptrs(x_ptr, tail_slots, K, TOP_K)
+            tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+        if ROW_WORDS:
+            next_column = _tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
+            for block in range(K // 256):
+                # The block after this one: of these rows, or the first of the next tile's.
+                ends = block == K // 256 - 1
+                after = gl.where(ends, 0, block + 1)
+                after_row = gl.where(ends, next_expert, expert) * pitch + gl.where(ends, next_column, column)
+                live = (visit + 1 < visits) | (block + 1 < K // 256)
+                slot = blocks % 2
+                _bring_blocks(
+                    raw.index(1 - slot), raw_full.index(1 - slot), w_desc, u_desc, after_row, after, live, GATED
                 )
-                tma.async_copy_global_to_shared(x256_desc, [first, start], bar, x, pred=rows > 128)
-                tma.async_copy_global_to_shared(
-                    x32_desc, [first + 256, start], bar, tail_ring.index(stage), pred=rows > 256
-                )
-            stage, phase = _advance(stage, phase)
+                head = q4_k_scales(head_next)
+                head_next = gl.load(head_ptrs + (after_row.to(gl.int64) * ROW_WORDS + 36 * after))
+                mbarrier.wait(raw_full.index(slot), blocks // 2 % 2)
+                q = quarters(_block_words(raw.index(slot), GATED))
+                blocks += 1
+                for i in gl.static_range(4):
+                    mbarrier.wait(empty.index(stage), phase)
+                    _bring_tokens(
+                        x_ring.index(stage), tail_ring.index(stage), full.index(stage), first, rows,
+                        256 * block + 64 * i, ptrs0, ptrs64, ptrs128, tail_ptrs, x_desc, half_desc, tail_desc, 0,
+                        GATHER, WIDTH,
+                    )  # fmt: skip
+                    _decode(q[i], head, i, w_ring.index(stage))
+                    fence_async_shared()
+                    mbarrier.arrive(full.index(stage))
+                    stage, phase = _advance(stage, phase, STAGES)
+        else:
+            for start in range(0, K, BLOCK_K):
+                mbarrier.wait(empty.index(stage), phase)
+                _bring_tokens(
+                    x_ring.index(stage), tail_ring.index(stage), full.index(stage), first, rows, start, ptrs0, ptrs64,
+                    ptrs128, tail_ptrs, x_desc, half_desc, tail_desc, 128 * BLOCK_K * 2, GATHER, WIDTH,
+                )  # fmt: skip
+                at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
+                tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_ring.index(stage))
+                stage, phase = _advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -174,13 +288,31 @@ def _finish(
         gl.store(out_ptrs, piece.load(layout), mask=(first + row < stop)[:, None])
 
 
+@gluon.constexpr_function
+def _shape(i, width):
+    """The i-th shape of a tile from the largest on: tokens of its one product and of its second, which may have none.
+
+    A product has 256 columns at most, and a power of two.
+    """
+    tokens = width >> i // 2
+    return tokens, 0 if i % 2 else tokens // 2 if i else TAIL_ROWS.value
+
+
+@gluon.constexpr_function
+def _most(i, width):
+    """The tokens that the i-th shape has room for, 0 past the last, which has 64."""
+    return sum(_shape(i, width)) if width >> i // 2 >= 64 else 0
+
+
 @gluon.jit
 def _multiply(
     x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    WARPGROUP: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    WARPGROUP: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """64 weight rows by TOKENS + TAIL tokens: two products, because one has 256 columns at most, or a power of two."""
+    """64 weight rows by the tokens of one tile."""
+    TOKENS: gl.constexpr = SHAPE[0]
+    TAIL: gl.constexpr = SHAPE[1]
     acc = gl.zeros([64, TOKENS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]))
     if TAIL:
         tail_acc = gl.zeros([64, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
@@ -191,9 +323,9 @@ def _multiply(
         w = w_ring.index(stage).reshape([128, BLOCK_K]).slice(64 * WARPGROUP, 64, dim=0)
         x = x_ring.index(stage)
         if TAIL:
-            tail = tail_ring.index(stage) if TOKENS == 256 else x.slice(TOKENS, TAIL, dim=0)
+            tail = tail_ring.index(stage) if x.shape[0] == TOKENS else x.slice(TOKENS, TAIL, dim=0)
             tail_acc = warpgroup_mma(w, tail.permute([1, 0]), tail_acc, use_acc=start > 0, is_async=True)
-        if TOKENS < 256:
+        if x.shape[0] > TOKENS:
             x = x.slice(0, TOKENS, dim=0)
         acc = warpgroup_mma(w, x.permute([1, 0]), acc, use_acc=start > 0, is_async=True)
         # The products of the stage before are done when only this stage's are under way.
@@ -201,13 +333,13 @@ def _multiply(
             acc, tail_acc = warpgroup_mma_wait(2, deps=[acc, tail_acc])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage)), pred=start > 0)
-        stage, phase = _advance(stage, phase)
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=start > 0)
+        stage, phase = _advance(stage, phase, STAGES)
     if TAIL:
         acc, tail_acc = warpgroup_mma_wait(0, deps=[acc, tail_acc])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(stage)))
+    mbarrier.arrive(empty.index(_before(stage, STAGES)))
     if TAIL:
         _finish(tail_acc, turning, out_ptr, first + TOKENS, stop, column, alpha, limit, N, KIND, GATED)
     _finish(acc, turning, out_ptr, first, stop, column, alpha, limit, N, KIND, GATED)
@@ -218,87 +350,83 @@ def _multiply(
 def _consume(
     x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    PROGRAMS: gl.constexpr, WARPGROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of every tile, in the least of five widths that the tile's tokens need."""
+    """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
     BLOCK_N: gl.constexpr = 64 if GATED else 128
     COLUMNS: gl.constexpr = N // BLOCK_N
     turning = turnings.index(WARPGROUP)
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    _, next_first, next_stop = _span(tiles_ptr, gl.program_id(0), total, COLUMNS)
-    for tile in range(gl.program_id(0), total, PROGRAMS):
-        column = tile % COLUMNS * BLOCK_N + BLOCK_N // 2 * WARPGROUP
+    _, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
+    for visit in range(_visits(total, PROGRAMS)):
+        column = _tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N + BLOCK_N // 2 * WARPGROUP
         first = next_first
         stop = next_stop
-        _, next_first, next_stop = _span(tiles_ptr, tile + PROGRAMS, total, COLUMNS)
+        _, next_first, next_stop = _span(tiles_ptr, _tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         rows = stop - first
-        if rows > 256:
-            stage, phase = _multiply(
-                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
-                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=256, TAIL=32,
-            )  # fmt: skip
-        elif rows > 192:
-            stage, phase = _multiply(
-                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
-                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=256, TAIL=0,
-            )  # fmt: skip
-        elif rows > 128:
-            stage, phase = _multiply(
-                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
-                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=128, TAIL=64,
-            )  # fmt: skip
-        elif rows > 64:
-            stage, phase = _multiply(
-                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
-                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=128, TAIL=0,
-            )  # fmt: skip
-        else:
-            stage, phase = _multiply(
-                x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha,
-                limit, N, K, KIND, GATED, GATHER, WARPGROUP, TOKENS=64, TAIL=0,
-            )  # fmt: skip
+        for i in gl.static_range(6):
+            if _most(i, WIDTH) > 0:  # noqa: SIM102
+                if (rows > _most(i + 1, WIDTH)) & (rows <= _most(i, WIDTH)):
+                    stage, phase = _multiply(
+                        x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase,
+                        alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, _shape(i, WIDTH), STAGES,
+                    )  # fmt: skip
 
 
 @gluon.jit
 def _turned_kernel(
-    x_ptr, x256_desc, x128_desc, x32_desc, w_desc, tiles_ptr, order_ptr, out_ptr, alpha, limit,
+    x_ptr, x_desc, half_desc, tail_desc, w_desc, u_desc, w_ptr, tiles_ptr, order_ptr, out_ptr, u_offset, pitch, alpha,
+    limit,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    TOP_K: gl.constexpr, PROGRAMS: gl.constexpr,
+    TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROW_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """out [S, N] of all tiles. Grid: PROGRAMS, each on every PROGRAMS-th tile, columns fastest.
+    """out [S, N] of all tiles. Grid: PROGRAMS; columns of a tile of tokens are next to each other.
 
-    x: tokens [T, K] by order // TOP_K when GATHER, else rows [S, K] through descriptors of 256, 128 and 32 rows.
+    x: tokens [T, K] by order // TOP_K when GATHER, else rows [S, K] through descriptors of WIDTH rows, half and tail.
     w: boxes of 128 weight rows; when GATED, 8 gate rows and their 8 up rows by turns.
+    ROW_WORDS: words of a weight row in Q4_K blocks, which the producer decodes; 0 for numbers. Bytes behind the heads
+    of blocks come in boxes of rows of w_desc and u_desc, heads from w_ptr on and u_offset words further for up rows;
+    an expert has ``pitch`` rows.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, 256, BLOCK_K], wide)
-    boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
-    w_ring = gl.allocate_shared_memory(dtype, boxes, w_desc.layout)
-    tail_ring = gl.allocate_shared_memory(dtype, [STAGES, 32, BLOCK_K], wide)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, BLOCK_K], wide)
+    if ROW_WORDS:
+        w_ring = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_K], wide)
+        raw = gl.allocate_shared_memory(gl.uint8, [2, 128, 128], w_desc.layout)
+        raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(raw_full.index(i), count=1)
+    else:
+        boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
+        w_ring = gl.allocate_shared_memory(dtype, boxes, w_desc.layout)
+        raw = w_ring
+        raw_full = w_ring
+    tail_ring = gl.allocate_shared_memory(dtype, [STAGES, TAIL_ROWS, BLOCK_K], wide)
     OUT_COLUMNS: gl.constexpr = 32 if GATED else 64
     narrow: gl.constexpr = gl.NVMMASharedLayout(OUT_COLUMNS * 2, 16, rank=2)
     turnings = gl.allocate_shared_memory(dtype, [2, 4096 // OUT_COLUMNS, OUT_COLUMNS], narrow)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Gathering takes a warpgroup, which copies row by row; the copy engine needs one warp to ask for a box.
-    PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
+    # Gathering and decoding take a warpgroup, which works row by row; the copy engine needs one warp to ask for a box.
+    PRODUCER_WARPS: gl.constexpr = 4 if GATHER or ROW_WORDS else 1
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + (32 * PRODUCER_WARPS if GATHER else 0))
+        mbarrier.init(full.index(i), count=(128 if GATHER else 1) + (1 if GATHER or ROW_WORDS else 0))
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
-                        N, K, KIND, GATED, GATHER, PROGRAMS, gl.constexpr(0))),
+                        N, K, KIND, GATED, GATHER, PROGRAMS, WIDTH, STAGES, gl.constexpr(0))),
             (_consume, (x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
-                        N, K, KIND, GATED, GATHER, PROGRAMS, gl.constexpr(1))),
-            (_produce, (x_ring, tail_ring, w_ring, full, empty, tiles_ptr, order_ptr, x_ptr, x256_desc, x128_desc,
-                        x32_desc, w_desc, N, K, GATED, GATHER, TOP_K, PROGRAMS)),
+                        N, K, KIND, GATED, GATHER, PROGRAMS, WIDTH, STAGES, gl.constexpr(1))),
+            (_produce, (x_ring, tail_ring, w_ring, full, empty, raw, raw_full, tiles_ptr, order_ptr, x_ptr, x_desc,
+                        half_desc, tail_desc, w_desc, u_desc, w_ptr, u_offset, pitch, N, K, GATED, GATHER, TOP_K,
+                        PROGRAMS, WIDTH, STAGES, ROW_WORDS)),
         ],
-        [4, PRODUCER_WARPS], [200, 104] if GATHER else [240, 24],
+        [4, PRODUCER_WARPS], [184, 136] if ROW_WORDS else [200, 104] if GATHER else [240, 24],
     )  # fmt: skip
 
 
@@ -307,22 +435,27 @@ def is_hopper(device: torch.device) -> bool:
     return not INTERPRETED and capability(device) == (9, 0)
 
 
-def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool) -> bool:
+def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> bool:
     """Whether a product of ``load`` rows per expert, N columns and sums over K goes into whole tiles, and gains."""
     whole = N % (64 if gated else 128) == 0 and K % BLOCK_K.value == 0
-    return load > TURNED_ROWS and itemsize == 2 and whole and 0 < E * N < 2**31
+    enough = load > (TURNED_ROWS_IN_BLOCKS if blocks else TURNED_ROWS)
+    return enough and itemsize == 2 and whole and 0 < E * N < 2**30
 
 
 def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
-    """Whether `turned_product` can multiply x with these weights ``[E, N, K]``.
+    """Whether `turned_product` can multiply x with these weights: ``[E, N, K]``, or `in_words` ``[E, N, bytes]``.
 
-    They lie as the copy engine reads them: experts one behind the other, in each gate rows and then its up rows.
+    Numbers lie as the copy engine reads them: experts one behind the other, in each gate rows and then its up rows.
     """
-    E, N, K = w.shape
-    if not fits(out.shape[0] / max(1, E), E, N, K, x.element_size(), gated) or not is_hopper(x.device):
+    (E, N, _), K, blocks = w.shape, x.shape[1], w.dtype == torch.uint8
+    if not fits(out.shape[0] / max(1, E), E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
     unrecordable("a descriptor holds an address")
-    if w.dtype != x.dtype or not (x.is_contiguous() and begins_aligned(x) and begins_aligned(w)):
+    if not (x.is_contiguous() and begins_aligned(x)):
+        return False
+    if blocks:
+        return w.stride() == u.stride() and w.stride(1) == w.shape[2] and w.stride(0) % w.shape[2] == 0
+    if w.dtype != x.dtype or not begins_aligned(w):
         return False
     if not gated:
         return w.is_contiguous()
@@ -331,24 +464,44 @@ def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
 
 
 def _described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, shape, strides, block, gl.NVMMASharedLayout(128, 16, rank=len(block)))
+    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=len(block))
+    return TensorDescriptor(t, shape, strides, block, layout)
 
 
 def turned_product(
-    x: Tensor, w: Tensor, tiles: TokenTiles, order: Tensor, *, gather: bool, activation: Activation | None, out: Tensor
+    x: Tensor,
+    w: Tensor,
+    u: Tensor,
+    tiles: TokenTiles,
+    order: Tensor,
+    *,
+    gather: bool,
+    activation: Activation | None,
+    out: Tensor,
 ) -> None:
     """Launch the product into ``out`` ``[S, N]``. Rows without an expert are left as they are."""
-    (S, N), (E, _, K) = out.shape, w.shape
+    (S, N), (E, _, length), K = out.shape, w.shape, x.shape[1]
     gated = activation is not None and activation.gated
-    if gated:
+    stages = TURNED_STAGES[tiles.width]
+    u_desc = words = None
+    u_offset = pitch = row_words = 0
+    if w.dtype == torch.uint8:
+        pitch, row_words = w.stride(0) // length, length // 4
+        matrix = [(E - 1) * pitch + N, length]
+        w_desc, u_desc = (_described(t, matrix, [length, 1], [64, 128]) for t in (w, u))
+        words, u_offset = w.view(torch.uint32), (u.data_ptr() - w.data_ptr()) // 4
+        stages -= 1  # two blocks of every row have its place
+    elif gated:
         w_desc = _described(w, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
     else:
         w_desc = _described(w, [E * N, K], [K, 1], [128, BLOCK_K.value])
-    x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in (256, 128, 32)]
+    heights = (tiles.width, tiles.width // 2, tiles.SPARE)
+    x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     # No programmatic dependent launch: a program takes a whole multiprocessor, and waiting there made it slower.
     launch(
-        _turned_kernel, (programs,), x, *x_descs, w_desc, tiles.table, order, out, *activation_numbers(activation),
-        N=N, K=K, KIND="" if activation is None else activation.kind, GATED=gated, GATHER=gather,
-        TOP_K=max(1, S // x.shape[0]), PROGRAMS=programs, num_warps=4,
+        _turned_kernel, (programs,), x, *x_descs, w_desc, u_desc, words, tiles.table, order, out, u_offset, pitch,
+        *activation_numbers(activation), N=N, K=K, KIND="" if activation is None else activation.kind, GATED=gated,
+        GATHER=gather, TOP_K=max(1, S // x.shape[0]), PROGRAMS=programs, WIDTH=tiles.width,
+        STAGES=stages, ROW_WORDS=row_words, num_warps=4,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, begins_aligned(value)
     if isinstance(value, int):
-        return 16 if value % 16 == 0 else 1 if value == 1 else 0 if -(2**31) <= value < 2**31 else 64
+        return 16 if value % 16 == 0 else 1 if value == 1 else 0, -(2**31) <= value < 2**31
     if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's
         return value.base.dtype, *value.block_shape
     return value if value is None else float

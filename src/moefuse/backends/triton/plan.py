@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.tiles import turned_width
 
 #: assignments a program places; also the grain of the counts
 _BLOCK_S = 128
@@ -115,7 +116,7 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
-def _token_tiles_kernel(offsets_ptr, table_ptr, E, PDL: tl.constexpr, TOKENS: tl.constexpr, SPARE: tl.constexpr,
+def _token_tiles_kernel(offsets_ptr, table_ptr, E, PDL: tl.constexpr, WIDTH: tl.constexpr, SPARE: tl.constexpr,
                         BLOCK_E: tl.constexpr):  # fmt: skip
     """table [1 + tiles, 3]: how many tiles there are, then each one's expert, first and stop. Grid: one program."""
     wait(PDL)
@@ -124,41 +125,53 @@ def _token_tiles_kernel(offsets_ptr, table_ptr, E, PDL: tl.constexpr, TOKENS: tl
     start = tl.load(offsets_ptr + e, mask=e < E, other=0)
     stop = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
     rows = stop - start
-    tiles = tl.where(rows > 0, tl.maximum((rows - SPARE + TOKENS - 1) // TOKENS, 1), 0)
-    upto = tl.cumsum(tiles, 0)
-    row_ptr = table_ptr + (1 + upto - tiles) * 3
-    for i in range(tl.max(tiles, 0)):
-        mine = i < tiles
-        tl.store(row_ptr, e, mask=mine)
-        tl.store(row_ptr + 1, start + i * TOKENS, mask=mine)
-        tl.store(row_ptr + 2, tl.where(i + 1 < tiles, start + (i + 1) * TOKENS, stop), mask=mine)
-        row_ptr += 3
-    count = tl.sum(tiles, 0)
-    tl.store(table_ptr, count)
-    if count == 0:  # who reads ahead finds row 0 there, and multiplies nothing
+    whole = tl.where(rows > 0, tl.maximum((rows - SPARE + WIDTH - 1) // WIDTH, 1) - 1, 0)
+    last = start + whole * WIDTH
+    # 0: more than WIDTH rows; 1: more than three quarters, all but an expert's last among them; .. 4: a quarter.
+    rank = tl.where(stop - last > WIDTH, 0, 1 + (WIDTH - (stop - last)) * 4 // WIDTH)
+    row = 1
+    for i in tl.static_range(5):
+        ends = (rows > 0) & (rank == i)
+        mine = ends.to(tl.int32)
+        if i == 1:
+            mine += whole
+        row_ptr = table_ptr + (row + tl.cumsum(mine, 0) - mine) * 3
+        if i == 1:
+            for j in range(tl.max(whole, 0)):
+                tl.store(row_ptr, e, mask=j < whole)
+                tl.store(row_ptr + 1, start + j * WIDTH, mask=j < whole)
+                tl.store(row_ptr + 2, start + (j + 1) * WIDTH, mask=j < whole)
+                row_ptr += tl.where(j < whole, 3, 0)
+        tl.store(row_ptr, e, mask=ends)
+        tl.store(row_ptr + 1, last, mask=ends)
+        tl.store(row_ptr + 2, stop, mask=ends)
+        row += tl.sum(mine, 0)
+    tl.store(table_ptr, row - 1)
+    if row == 1:  # who reads ahead finds row 0 there, and multiplies nothing
         tl.store(table_ptr + 3, 0)
         tl.store(table_ptr + 4, 0)
         tl.store(table_ptr + 5, 1)
 
 
 class TokenTiles:
-    """A plan's rows cut into tiles of 256, an expert's last of 1 to 288: a few rows more cost less than one more tile.
+    """A plan's rows cut into tiles of ``width``, an expert's last up to SPARE higher: that costs less than one more.
 
-    The products of one call share it; the one that asks first launches its kernel.
+    Those with more rows stand first. The products of one call share it; the one that asks first launches its kernel.
     """
 
-    TOKENS, SPARE = 256, 32
+    SPARE = 32
 
     def __init__(self, offsets: Tensor, S: int) -> None:
         self.offsets, self.S = offsets, S
+        self.width = turned_width(S / max(1, offsets.shape[0] - 1))
 
     @functools.cached_property
     def table(self) -> Tensor:
         """``[1 + tiles, 3]``: how many there are in its first number, then expert, first row and stop of each."""
         E = self.offsets.shape[0] - 1
-        made = torch.empty((1 + self.S // self.TOKENS + E, 3), dtype=torch.int32, device=self.offsets.device)
+        made = torch.empty((1 + self.S // self.width + E, 3), dtype=torch.int32, device=self.offsets.device)
         launch(
-            _token_tiles_kernel, (1,), self.offsets, made, E, PDL=PDL, TOKENS=self.TOKENS, SPARE=self.SPARE,
+            _token_tiles_kernel, (1,), self.offsets, made, E, PDL=PDL, WIDTH=self.width, SPARE=self.SPARE,
             BLOCK_E=block_of(E), num_warps=4, launch_pdl=PDL,
         )  # fmt: skip
         return made

@@ -35,8 +35,12 @@ class Tile:
 FEW_TOKENS = 4
 #: over this many rows per expert tiles are at their largest
 MANY_ROWS = 96
-#: and over this many Hopper takes hopper.py's product where that can: with fewer, tiles of 256 tokens are half empty
-TURNED_ROWS = 192
+#: over this many rows per expert Hopper takes hopper.py's product where that can
+TURNED_ROWS = 24
+#: and over this many where it decodes weights on the way, by the 128 rows at a time
+TURNED_ROWS_IN_BLOCKS = 52
+#: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
+TURNED_STAGES = {64: 7, 128: 5, 256: 4}
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
@@ -87,6 +91,11 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     if itemsize == 4:
         tile = Tile(min(tile.m, 64), 64, 32, 4, 2)
     return _fitted(tile, itemsize, gated, device)
+
+
+def turned_width(rows_per_expert: float) -> int:
+    """Tokens of a tile of hopper.py's product: the least of which most experts need one, where there are such."""
+    return 64 if rows_per_expert <= 80 else 128 if rows_per_expert <= 136 else 256
 
 
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
