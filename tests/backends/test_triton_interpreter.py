@@ -17,7 +17,7 @@ SHORT_GRADIENTS = {"route", "glu", "combine", "grouped_linear"}
 
 
 def long(case: cases.Case, dtype: torch.dtype) -> bool:
-    """What the long run takes. These kernels keep activations as they are, so an exact product is the product again."""
+    """What the long run takes. `grouped_linear` keeps activations as they are: an exact product is the same again."""
     again = case.op == "grouped_linear" and any(spec.endswith(":exact") for spec in case.specs)
     in_blocks = case.op == "experts" and bool(case.specs) and case.id not in IN_BLOCKS
     return dtype != torch.float32 or case.id in LONG or again or in_blocks
@@ -71,3 +71,22 @@ def test_gate_and_up_in_blocks_or_in_numbers(T: int, kinds: tuple[str | None, st
     numbers = tuple(t.double() if isinstance(t, torch.Tensor) else t for t in stacks)
     want = moefuse.experts(x.double(), ids, weights.double(), numbers, down, residual=x.double(), backend="reference")
     assert difference(got, want).worst < 2e-6
+
+
+@pytest.mark.parametrize("target", [t for t in cases.runnable(emulated=True) if t[0] == "triton"], ids=lambda t: t[1])
+def test_few_tokens_are_rounded_to_8_bits_for_q4_k_unless_it_is_exact(target: tuple[str, str], rng) -> None:
+    """Runs of zeros, or nearly, have no largest number to divide by; not-a-number stays in its token."""
+    made = cases.Inputs(rng, torch.float32)
+    x, weights, ids = made.normal(4, 512), made.shares(4, 2), torch.randint(0, 3, (4, 2), generator=rng)
+    x[0, 64:96], x[0, 96:128], x[1], x[2, 7] = 0.0, 1e-38, 0.0, torch.nan
+    x[3] *= 1e4
+    gate_up, down = made.stack("Q4_K", 3, 512, 512), made.stack("Q4_K", 3, 512, 256)
+    want = moefuse.experts(x.double(), ids, weights.double(), gate_up, down, backend="reference")
+    there = [t.to(target[1]) for t in (x, ids, weights)]
+    for exact, least, most in ((True, 0.0, 1e-5), (False, 1e-3, 3e-2)):
+        stacks = (stack.exactly(exact).to(target[1]) for stack in (gate_up, down))
+        got = moefuse.experts(*there, *stacks, backend="triton").cpu()
+        assert got[2].isnan().all()
+        assert (got[1] == 0).all()
+        error = difference(got[[0, 3]], want[[0, 3]])
+        assert least <= error.rms < most, error

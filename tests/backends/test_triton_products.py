@@ -50,3 +50,12 @@ def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str,
     product(packed, (Rows(down), Rows(down)), (None, None), gather=False, activation=None, out=out, **rows)
     want = grouped_linear_reference(packed.double(), down.double(), None, offsets, order, False, False)
     assert difference(out, want).worst < 2e-6
+
+
+def test_numbers_of_32_and_of_64_bits_have_kernels_of_their_own() -> None:
+    from moefuse.backends.triton.launch import _kind
+
+    for small, large in ((16, 2**31), (17, 2**31 + 1), (-16, -(2**31) - 16)):
+        assert _kind(small) != _kind(large)
+    assert _kind(16) == _kind(2**31 - 16) != _kind(17)
+    assert _kind(1) != _kind(3) == _kind(5)

@@ -249,11 +249,12 @@ def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr)
 
     Only views and elementwise operations, so that the compiler can have all of it in the layout that a product takes.
     """
-    d, d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
+    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
     at: tl.constexpr = 2 * i % 4
     return _nibble_pairs(
-        q, _scaled_byte(scales, at, d, ASM)[:, None], _scaled_byte(mins, at, d_min, ASM)[:, None],
-        _scaled_byte(scales, at + 1, d, ASM)[:, None], _scaled_byte(mins, at + 1, d_min, ASM)[:, None], dtype, ASM,
+        q, _scaled_byte(scales, at, d, ASM)[:, None], _scaled_byte(mins, at, minus_d_min, ASM)[:, None],
+        _scaled_byte(scales, at + 1, d, ASM)[:, None], _scaled_byte(mins, at + 1, minus_d_min, ASM)[:, None],
+        dtype, ASM,
     )  # fmt: skip
 
 
@@ -263,11 +264,11 @@ def q4_k_words(q, head, i: tl.constexpr, dtype: tl.constexpr):
 
     Four [N, 8]: pairs of numbers of ``dtype`` in a word, two of the first run's and two of the second's.
     """
-    d, d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
+    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
     at: tl.constexpr = 2 * i % 4
     scale, sixteenth = _scaled_byte(scales, at, d, True), _scaled_byte(scales, at + 1, d * 0.0625, True)
-    offset = _scaled_byte(mins, at, d_min, True) - 128.0 * scale
-    offset_b = _scaled_byte(mins, at + 1, d_min, True) - 32768.0 * sixteenth
+    offset = _scaled_byte(mins, at, minus_d_min, True) - 128.0 * scale
+    offset_b = _scaled_byte(mins, at + 1, minus_d_min, True) - 32768.0 * sixteenth
     return tl.inline_asm_elementwise(
         _nibbles_asm(dtype, 4, False), "=r,=r,=r,=r,r,r,r,r,r",
         [q, scale[:, None], offset[:, None], sixteenth[:, None], offset_b[:, None]],
@@ -320,36 +321,127 @@ def _dots(q, x0, x1, x2, x3, total, ASM: tl.constexpr):
 
 
 @triton.jit
-def q4_k_products(row_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
-    """``row_ptr`` [A, B] rows of Q4_K blocks, 16-byte aligned, each times the row at ``x_ptr`` [A]: [A, B] float32.
+def _x_bytes(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
+    """Like `_x_words`, rounded to 8 bits by runs of 32, four in a word: two [A, GROUPS, 1, 8] of the two runs.
 
-    A block is read a word at a time. Groups of 64 stand before rows, so that a thread has one group of many rows and
-    works on its x once.
+    And two [A, GROUPS, 1] each of what the bytes are to be multiplied by, and of the runs' sums.
+    """
+    at = start + tl.arange(0, GROUPS * 64)
+    x = tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
+    x = tl.reshape(x, [A, GROUPS, 2, 32])
+    factor = tl.max(tl.abs(x), 3) * (1.0 / 127.0)
+    # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Runs too small to divide by are zeros.
+    rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, :, None] + 12582912.0
+    sum_a, sum_b = tl.split(tl.sum(rounded - 12582912.0, 3) * factor)
+    factor_a, factor_b = tl.split(factor)
+    byte = tl.reshape(rounded.to(tl.int32, bitcast=True) & 0xFF, [A, GROUPS, 2, 8, 2, 2])
+    even, odd = tl.split(byte)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    words = first | (second << 8) | (third << 16) | (fourth << 24)
+    words_a, words_b = tl.split(tl.permute(words, [0, 1, 3, 2]))
+    return (
+        words_a[:, :, None, :], words_b[:, :, None, :], factor_a[:, :, None], factor_b[:, :, None],
+        sum_a[:, :, None], sum_b[:, :, None],
+    )  # fmt: skip
+
+
+_BYTE_DOTS = tl.constexpr(
+    "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; dp4a.u32.s32 $0, t, $3, 0; "
+    "and.b32 t, $2, 0xF0F0F0F0; dp4a.u32.s32 $1, t, $4, 0; }"
+)
+
+
+@triton.jit
+def _byte_dots(q, words_a, words_b, ASM: tl.constexpr):
+    """The low halves of the four bytes of words times four bytes, and 16 times the high halves times four others."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            _BYTE_DOTS, "=&r,=&r,r,r,r", [q, words_a, words_b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        low, high = tl.zeros(q.shape, tl.int32), tl.zeros(q.shape, tl.int32)
+        for i in tl.static_range(4):
+            # bytes of words_a and words_b are signed
+            low += ((q >> (8 * i)) & 15).to(tl.int32) * ((words_a << (24 - 8 * i)) >> 24)
+            high += ((q >> (8 * i)) & 0xF0).to(tl.int32) * ((words_b << (24 - 8 * i)) >> 24)
+    return low, high
+
+
+@triton.jit
+def q4_k_load(row_ptr, start, K, GROUPS: tl.constexpr):
+    """GROUPS groups of 64 from value ``start`` on of rows [A, B] of Q4_K blocks, 16-byte aligned; nothing from K on.
+
+    Their words [A, GROUPS, B, 8], and the four words of their blocks' heads [A, GROUPS, B], the last three moved so
+    that a group's scales are at the front.
     """
     g = tl.arange(0, GROUPS)
     i = g % 4
-    shift = (16 * (i % 2)).to(tl.uint32)[None, :, None]
-    early = (i < 2)[None, :, None]
     base = tl.multiple_of(row_ptr, [16, 16]).to(tl.pointer_type(tl.uint32))[:, None, :]
+    # Past the end the last block is read again, and multiplied by zeros.
+    block = 36 * tl.minimum(start // 256 + g // 4, K // 256 - 1)
     word = (4 + 8 * i)[:, None, None] + tl.arange(0, 8)[None, None, :]
-    total = tl.zeros([A, GROUPS, B, 8], tl.float32)
+    inside = (start + 0 * g < K)[None, :, None]
+    q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :], mask=inside[:, :, :, None], other=0)
+    head = base + block[None, :, None]
+    shift = (16 * (i % 2)).to(tl.uint32)[None, :, None]
+    return (
+        q, tl.load(head, mask=inside, other=0), tl.load(head + 1, mask=inside, other=0) >> shift,
+        tl.load(head + 2, mask=inside, other=0) >> shift, tl.load(head + 3, mask=inside, other=0) >> shift,
+    )  # fmt: skip
+
+
+@triton.jit
+def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.constexpr, ASM: tl.constexpr):
+    """Sums ``total`` [A, GROUPS, B, words or their halves] and of minima ``least`` [A, GROUPS, B], with more to them.
+
+    What `q4_k_load` loaded, times x as `_x_bytes` or `_x_words` gives it.
+    """
+    q, both, s0, s1, s2 = loaded
+    # two scales and two minima, a byte each, of a group
+    early = (tl.arange(0, GROUPS) % 4 < 2)[None, :, None]
+    scales = tl.where(early, s0 & 0x3F3F, (s2 & 0x0F0F) | ((s0 >> 2) & 0x3030))
+    mins = tl.where(early, s1 & 0x3F3F, ((s2 >> 4) & 0x0F0F) | ((s1 >> 2) & 0x3030))
+    d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    minus_d_min = -(both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    scale_a, scale_b = _scaled_byte(scales, 0, d, ASM), _scaled_byte(scales, 1, d, ASM)
+    if ROUNDED:
+        words_a, words_b, factor_a, factor_b, sum_a, sum_b = x
+        low, high = _byte_dots(q, words_a, words_b, ASM)
+        halves: tl.constexpr = [q.shape[0], GROUPS, q.shape[2], 2, 4]
+        low = tl.sum(tl.reshape(low, halves), 4).to(tl.float32)
+        high = tl.sum(tl.reshape(high, halves), 4).to(tl.float32)
+        scale_a *= factor_a
+        scale_b *= factor_b * 0.0625
+    else:
+        a0, a1, a2, a3, b0, b1, b2, b3 = x
+        words_a, words_b = a0 + a1 + a2 + a3, b0 + b1 + b2 + b3
+        low, high = _dots(q, a0, a1, a2, a3, words_a, ASM), _dots(q >> 4, b0, b1, b2, b3, words_b, ASM)
+        sum_a, sum_b = tl.sum(words_a, 3), tl.sum(words_b, 3)
+    total += scale_a[:, :, :, None] * low + scale_b[:, :, :, None] * high
+    least += _scaled_byte(mins, 0, minus_d_min, ASM) * sum_a + _scaled_byte(mins, 1, minus_d_min, ASM) * sum_b
+    return total, least
+
+
+@triton.jit
+def q4_k_products(
+    loaded, second_loaded, row_ptr, second_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr,
+    GROUPS: tl.constexpr, TWO: tl.constexpr, ROUNDED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """``row_ptr`` [A, B] rows of Q4_K blocks, each times the row at ``x_ptr`` [A]: [A, B] float32.
+
+    ``loaded`` is what `q4_k_load` gave for their beginning. And those of ``second_ptr`` if TWO: both share the work on
+    x. Groups of 64 stand before rows, so that a thread has one group of many rows. ROUNDED: x in 8 bits.
+    """
+    total = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
+    least = tl.zeros([A, GROUPS, B], tl.float32)
+    second = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
+    second_least = tl.zeros([A, GROUPS, B], tl.float32)
     for start in range(0, K, 64 * GROUPS):
-        a0, a1, a2, a3, b0, b1, b2, b3 = _x_words(x_ptr, start, K, stride, A, GROUPS)
-        sum_a, sum_b = a0 + a1 + a2 + a3, b0 + b1 + b2 + b3
-        # Past the end the last block is read again, and multiplied by zeros.
-        block = 36 * tl.minimum(start // 256 + g // 4, K // 256 - 1)
-        q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :])
-        head = base + block[None, :, None]
-        both = tl.load(head)
-        s0, s1, s2 = tl.load(head + 1) >> shift, tl.load(head + 2) >> shift, tl.load(head + 3) >> shift
-        # two scales and two minima, a byte each, of this group
-        scales = tl.where(early, s0 & 0x3F3F, (s2 & 0x0F0F) | ((s0 >> 2) & 0x3030))
-        mins = tl.where(early, s1 & 0x3F3F, ((s2 >> 4) & 0x0F0F) | ((s1 >> 2) & 0x3030))
-        d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        d_min = -(both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        # [A, GROUPS, B, 8]
-        total += _scaled_byte(scales, 0, d, ASM)[:, :, :, None] * _dots(q, a0, a1, a2, a3, sum_a, ASM)
-        total += _scaled_byte(mins, 0, d_min, ASM)[:, :, :, None] * sum_a
-        total += _scaled_byte(scales, 1, d, ASM)[:, :, :, None] * _dots(q >> 4, b0, b1, b2, b3, sum_b, ASM)
-        total += _scaled_byte(mins, 1, d_min, ASM)[:, :, :, None] * sum_b
-    return tl.sum(tl.sum(total, 3), 1)
+        x = (_x_bytes if ROUNDED else _x_words)(x_ptr, start, K, stride, A, GROUPS)
+        total, least = _q4_k_step(loaded, x, total, least, GROUPS, ROUNDED, ASM)
+        loaded = q4_k_load(row_ptr, start + 64 * GROUPS, K, GROUPS)
+        if TWO:
+            second, second_least = _q4_k_step(second_loaded, x, second, second_least, GROUPS, ROUNDED, ASM)
+            second_loaded = q4_k_load(second_ptr, start + 64 * GROUPS, K, GROUPS)
+    return tl.sum(tl.sum(total, 3) + least, 1), tl.sum(tl.sum(second, 3) + second_least, 1)

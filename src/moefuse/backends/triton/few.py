@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.backends.gated import up_biases
 from moefuse.backends.triton.activation import activate
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_products
+from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_rows
 from moefuse.backends.triton.launch import (
@@ -32,8 +32,8 @@ def _up_few_kernel(
     x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, E, N, K, top_k, stride_xt, stride_xk,
     stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit,
     KIND: tl.constexpr, GATED: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, WORDS: tl.constexpr,
-    ASM: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROUNDED: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles."""
     wait(PDL)
@@ -49,16 +49,15 @@ def _up_few_kernel(
         # The last tile's rows past the end are the last row again, and not stored.
         row = tl.minimum(n, N - 1).to(tl.int64)
         x_rows = x_row + tl.zeros([1], tl.int32)
-        rows = w_ptr + expert * stride_we + row * stride_wn
-        if GATED:
-            # Gate and up rows in one go share the work on x.
-            rows = tl.ravel(tl.join(rows, u_ptr + expert * stride_ue + row * stride_un))
-        sums = q4_k_products(rows[None, :], x_rows, K, stride_xk, 1, BLOCK_N * (1 + GATED), BLOCK_K // 64, ASM)
-        if GATED:
-            g, u = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
-        else:
-            g = tl.reshape(sums, [BLOCK_N])
-            u = g
+        w_rows = w_ptr + expert * stride_we + row * stride_wn
+        u_rows = u_ptr + expert * stride_ue + row * stride_un
+        GROUPS: tl.constexpr = BLOCK_K // 64
+        w = q4_k_load(w_rows[None, :], 0, K, GROUPS)
+        v = q4_k_load(u_rows[None, :], 0, K, GROUPS) if GATED else w
+        g, u = q4_k_products(
+            w, v, w_rows[None, :], u_rows[None, :], x_rows, K, stride_xk, 1, BLOCK_N, GROUPS, GATED, ROUNDED, ASM
+        )  # fmt: skip
+        g, u = tl.reshape(g, [BLOCK_N]), tl.reshape(u, [BLOCK_N])
     elif (W_FORMAT != "") | (U_FORMAT != ""):
         r = tl.arange(0, BLOCK_N * RUNS)
         row = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS, N - 1).to(tl.int64)
@@ -108,7 +107,8 @@ def _up_few_kernel(
 def _down_few_kernel(
     hidden_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
     norm_ptr, total_ptr, counter_ptr, out_ptr, normed_ptr, E, H, K, stride_we, stride_wn, stride_wk, eps,
-    W_FORMAT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    W_FORMAT: tl.constexpr, WORDS: tl.constexpr, ROUNDED: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
     SLOTS: tl.constexpr, STAGES: tl.constexpr,
@@ -138,13 +138,17 @@ def _down_few_kernel(
         w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
         filled = live[:, None, None] & inside[None, :, None]
         w = tl.load(w_ptrs, mask=filled & (k < K)[None, None, :], other=0.0)
-    wait(PDL)
-    launch_dependents(PDL)
     if WORDS:
         stack = tl.where(live, expert, 0)[:, None]
         rows = w_ptr + stack * stride_we + tl.minimum(n, H - 1).to(tl.int64)[None, :] * stride_wn
+        loaded = q4_k_load(rows, 0, K, BLOCK_K // 64)
+    wait(PDL)
+    launch_dependents(PDL)
+    if WORDS:
         h_rows = hidden_ptr + tl.where(live, s, row * TOP_K) * K
-        y = q4_k_products(rows, h_rows, K, 1, SLOTS, BLOCK_N, BLOCK_K // 64, ASM)
+        y, _ = q4_k_products(
+            loaded, loaded, rows, rows, h_rows, K, 1, SLOTS, BLOCK_N, BLOCK_K // 64, False, ROUNDED, ASM
+        )  # fmt: skip
         y = tl.where(live[:, None], y, 0.0)
     elif W_FORMAT != "":
         r = tl.arange(0, SLOTS * BLOCK_N * RUNS)
@@ -189,6 +193,11 @@ def _down_few_kernel(
             tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
 
 
+def may_round(*weights: Tensor | QuantTensor | None) -> bool:
+    """Whether activations may be rounded to 8 bits for these: none of them is to be exact."""
+    return not any(isinstance(weight, QuantTensor) and weight.exact for weight in weights)
+
+
 def experts_few(
     x: Tensor,
     ids: Tensor,
@@ -225,7 +234,8 @@ def experts_few(
         _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
         activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
-        WORDS=up_words, ASM=not INTERPRETED, HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k,
+        WORDS=up_words, ROUNDED=up_words and may_round(gate_up, up), ASM=up_words and not INTERPRETED,
+        HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k,
         STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
     )  # fmt: skip
     total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
@@ -233,7 +243,8 @@ def experts_few(
         _down_few_kernel, (T, ceil_div(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
         contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
         contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
-        *down_rows.stride(), eps, W_FORMAT=down_format, WORDS=down_words, ASM=not INTERPRETED,
+        *down_rows.stride(), eps, W_FORMAT=down_format, WORDS=down_words,
+        ROUNDED=down_words and may_round(down), ASM=down_words and not INTERPRETED,
         HAS_BIAS=down_bias is not None, HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None,
         HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm_weight is not None,
         TOP_K=top_k, PDL=PDL, BLOCK_N=second.n, BLOCK_K=second.k, BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1),

@@ -3,10 +3,12 @@
 The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH + 32 tokens to a tile, so that an
 expert's rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64
 weight rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead
-over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way.
+over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way. Weights in Q4_K
+blocks become numbers in that partition.
 
 ``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread
-that copies them; ``empty[stage]`` with one arrival of each multiplying warpgroup.
+that copies them, and one more when weights were decoded; ``empty[stage]`` with one arrival of each multiplying
+warpgroup.
 """
 
 from __future__ import annotations
@@ -156,9 +158,9 @@ def _decode(q, head, i: gl.constexpr, w):
     """Values 64 * i and on of Q4_K blocks, from words [128, 8] and what `q4_k_scales` found, into w [128, 64]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    d, d_min, s0, s4, m0, m4 = head
+    d, minus_d_min, s0, s4, m0, m4 = head
     head = (
-        gl.convert_layout(d, row), gl.convert_layout(d_min, row), gl.convert_layout(s0, row),
+        gl.convert_layout(d, row), gl.convert_layout(minus_d_min, row), gl.convert_layout(s0, row),
         gl.convert_layout(s4, row), gl.convert_layout(m0, row), gl.convert_layout(m4, row),
     )  # fmt: skip
     a, b, c, d = q4_k_words(gl.convert_layout(q, layout), head, i, w.dtype)

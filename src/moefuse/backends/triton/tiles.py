@@ -63,7 +63,7 @@ def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
         return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
     few = top_k <= 8
     if format == IN_WORDS:  # ``k`` at a time
-        return Tile(1, 8, 1024, 2, 1), Tile(1, 4 if few else 1, 256, 4, 1)
+        return Tile(1, 8, 1024, 2, 1), Tile(1, min(16, max(1, 128 // block_of(top_k, 1))), 256, 8, 1)
     if format:
         return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
     # Fewer slots leave room for more columns of each.
