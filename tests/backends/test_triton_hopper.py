@@ -163,6 +163,8 @@ def test_it_takes_blocks_that_lie_together(hopper: Any) -> None:
     assert hopper.takes(x, down, down, out, False)
     assert not hopper.takes(x, gate_up[:, ::2], gate_up[:, 1::2], out, True), "interleaved"
     assert not hopper.takes(x, gate_up[:, :128], down, out, True), "one half and a stack of its own"
+    far = torch.empty_strided((2, 128, 144), (144 * 2**30, 144, 1), dtype=torch.uint8, device="meta")
+    assert not hopper.takes(x, far, far, out, False), "rows of all experts have numbers of 32 bits"
     assert not hopper.takes(x[:100], down, down, out[:100], False), "decoding needs more rows"
 
 

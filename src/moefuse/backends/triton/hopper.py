@@ -456,7 +456,8 @@ def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
     if not (x.is_contiguous() and begins_aligned(x)):
         return False
     if blocks:
-        return w.stride() == u.stride() and w.stride(1) == w.shape[2] and w.stride(0) % w.shape[2] == 0
+        pitch, apart = divmod(w.stride(0), w.shape[2])
+        return w.stride() == u.stride() and w.stride(1) == w.shape[2] and apart == 0 and E * pitch < 2**31
     if w.dtype != x.dtype or not begins_aligned(w):
         return False
     if not gated:
