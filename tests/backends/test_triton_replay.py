@@ -317,18 +317,19 @@ def test_a_tensor_at_an_odd_address_takes_the_long_way(launched: list[Any]) -> N
 def test_each_stream_has_its_counters(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.backends.triton.launch import _COUNTERS, counters_on
 
-    block = Block("cpu")
+    block, cpu = Block("cpu"), torch.device("cpu")
     x = block.random(1, H)
-    for stream in (0, 0, 7, 0):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
-        block.check(x, x)
-    cpu = torch.device("cpu")
+    # Made ahead of the calls, so that none of their buffers can have had the address of one.
+    counters = {stream: counters_on(cpu, stream).data_ptr() for stream in (0, 7)}
     try:
+        for stream in (0, 0, 7, 0):
+            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
+            block.check(x, x)
         for step, stream in enumerate((0, 7, 0)):
             for seen, addresses in (launched[3 * step], launched[3 * step + 2]):  # the router and the down product
                 assert seen == stream
-                assert counters_on(cpu, stream).data_ptr() in addresses
-                assert counters_on(cpu, 7 - stream).data_ptr() not in addresses
+                assert counters[stream] in addresses
+                assert counters[7 - stream] not in addresses
     finally:
         del _COUNTERS[cpu, 7]
 
