@@ -151,8 +151,8 @@ def test_it_leaves_what_lies_otherwise(hopper: Any) -> None:
 
 
 def test_rows_of_all_experts_have_numbers_of_32_bits(hopper: Any) -> None:
-    assert hopper.fits(1000, 1024, 2**19, 64, 2, False, False)
-    assert not hopper.fits(1000, 1024, 2**20, 64, 2, False, False)
+    assert hopper.fits(1000, 1024, 2**20, 64, 2, False, False)
+    assert not hopper.fits(1000, 1024, 2**21, 64, 2, False, False)
 
 
 def test_it_takes_blocks_that_lie_together(hopper: Any) -> None:

@@ -131,8 +131,7 @@ def _down_few_kernel(
         tl.zeros([BLOCK_N], tl.float32), row, n, inside, H, shared_ptr, shared_gate_ptr, shared_logit_ptr,
         residual_ptr, HAS_SHARED, HAS_GATE, HAS_LOGIT, HAS_RESIDUAL,
     )  # fmt: skip
-    numbers: tl.constexpr = W_FORMAT == ""
-    if numbers:
+    if W_FORMAT == "":
         # [SLOTS, BLOCK_N, BLOCK_K]: every expert of the token at once, so that all their loads are in flight together
         rows = expert[:, None] * stride_we + n.to(tl.int64)[None, :] * stride_wn
         w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk

@@ -441,7 +441,7 @@ def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks
     """Whether a product of ``load`` rows per expert, N columns and sums over K goes into whole tiles, and gains."""
     whole = N % (64 if gated else 128) == 0 and K % BLOCK_K.value == 0
     enough = load > (TURNED_ROWS_IN_BLOCKS if blocks else TURNED_ROWS)
-    return enough and itemsize == 2 and whole and 0 < E * N < 2**30
+    return enough and itemsize == 2 and whole and 0 < E * N < 2**31
 
 
 def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
