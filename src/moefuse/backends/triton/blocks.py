@@ -181,6 +181,8 @@ def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
 def _nibbles_asm(dtype, pack, own):
     """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets.
 
+    128 + n is the float32 whose third byte is n and whose fourth is 0x43, 32768 + n that of second byte n and fourth
+    0x47: one byte permutation makes it, and 32768 + 16 times the high half. `_factors` allows for that.
     own: every byte has its scales and offsets; otherwise all have the same.
     """
     pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
@@ -201,37 +203,23 @@ def _nibbles_registers(pack):
 
 
 @triton.jit
-def _nibble_pairs(q, scale_a, offset_a, scale_b, offset_b, dtype: tl.constexpr, ASM: tl.constexpr):
-    """``scale_a * low + offset_a`` and ``scale_b * high + offset_b`` of bytes [N, L], by the row, as ``dtype``.
-
-    128 + n is the float32 whose third byte is n and whose fourth is 0x43, 32768 + n that of second byte n and fourth
-    0x47: one byte permutation makes it. ASM: how many bytes at a time, 0 for plain operations.
-    """
-    if ASM:
-        sixteenth = scale_b * 0.0625
-        low, high = tl.inline_asm_elementwise(
-            _nibbles_asm(dtype, ASM, True), _nibbles_registers(ASM),
-            [q, scale_a, offset_a - 128.0 * scale_a, sixteenth, offset_b - 32768.0 * sixteenth],
-            dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
-        )  # fmt: skip
-    else:
-        low = ((q & 15).to(tl.float32) * scale_a + offset_a).to(dtype)
-        high = ((q >> 4).to(tl.float32) * scale_b + offset_b).to(dtype)
-    return low, high
-
-
-@triton.jit
-def q4_k_scales(head):
-    """The first words [N, 4] of Q4_K blocks: d, -d_min, and scales and minima, of four runs in a word."""
-    even, odd = tl.split(tl.reshape(head, [head.shape[0], 2, 2]))
-    both, s1 = tl.split(even)
-    s0, s2 = tl.split(odd)
+def _unpacked(both, s0, s1, s2):
+    """From the four words of a Q4_K block's head: d, -d_min, and scales and then minima, of four runs in a word."""
     d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return (
         d, -d_min, s0 & 0x3F3F3F3F, (s2 & 0x0F0F0F0F) | ((s0 >> 2) & 0x30303030),
         s1 & 0x3F3F3F3F, ((s2 >> 4) & 0x0F0F0F0F) | ((s1 >> 2) & 0x30303030),
     )  # fmt: skip
+
+
+@triton.jit
+def q4_k_scales(head):
+    """`_unpacked` of heads [N, 4]."""
+    even, odd = tl.split(tl.reshape(head, [head.shape[0], 2, 2]))
+    both, s1 = tl.split(even)
+    s0, s2 = tl.split(odd)
+    return _unpacked(both, s0, s1, s2)
 
 
 @triton.jit
@@ -244,18 +232,39 @@ def quarters(q):
 
 
 @triton.jit
+def _factors(head, i: tl.constexpr, ASM: tl.constexpr):
+    """Scale and offset of run 2 * i, then of run 2 * i + 1, from what `q4_k_scales` found: four [N, 1].
+
+    ASM: for numbers as `_nibbles_asm` has them.
+    """
+    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
+    at: tl.constexpr = 2 * i % 4
+    scale, second = _scaled_byte(scales, at, d, ASM), _scaled_byte(scales, at + 1, d, ASM)
+    offset, second_offset = _scaled_byte(mins, at, minus_d_min, ASM), _scaled_byte(mins, at + 1, minus_d_min, ASM)
+    if ASM:
+        second *= 0.0625
+        offset -= 128.0 * scale
+        second_offset -= 32768.0 * second
+    return scale[:, None], offset[:, None], second[:, None], second_offset[:, None]
+
+
+@triton.jit
 def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
     """Runs 2 * i and 2 * i + 1 of Q4_K blocks from their bytes [N, 32] and what `q4_k_scales` found: two [N, 32].
 
     Only views and elementwise operations, so that the compiler can have all of it in the layout that a product takes.
+    ASM: how many bytes at a time, 0 for plain operations.
     """
-    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
-    at: tl.constexpr = 2 * i % 4
-    return _nibble_pairs(
-        q, _scaled_byte(scales, at, d, ASM)[:, None], _scaled_byte(mins, at, minus_d_min, ASM)[:, None],
-        _scaled_byte(scales, at + 1, d, ASM)[:, None], _scaled_byte(mins, at + 1, minus_d_min, ASM)[:, None],
-        dtype, ASM,
-    )  # fmt: skip
+    scale, offset, second, second_offset = _factors(head, i, ASM)
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            _nibbles_asm(dtype, ASM, True), _nibbles_registers(ASM), [q, scale, offset, second, second_offset],
+            dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
+        )  # fmt: skip
+    else:
+        low = ((q & 15).to(tl.float32) * scale + offset).to(dtype)
+        high = ((q >> 4).to(tl.float32) * second + second_offset).to(dtype)
+    return low, high
 
 
 @triton.jit
@@ -264,16 +273,18 @@ def q4_k_words(q, head, i: tl.constexpr, dtype: tl.constexpr):
 
     Four [N, 8]: pairs of numbers of ``dtype`` in a word, two of the first run's and two of the second's.
     """
-    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
-    at: tl.constexpr = 2 * i % 4
-    scale, sixteenth = _scaled_byte(scales, at, d, True), _scaled_byte(scales, at + 1, d * 0.0625, True)
-    offset = _scaled_byte(mins, at, minus_d_min, True) - 128.0 * scale
-    offset_b = _scaled_byte(mins, at + 1, minus_d_min, True) - 32768.0 * sixteenth
+    scale, offset, second, second_offset = _factors(head, i, True)
     return tl.inline_asm_elementwise(
-        _nibbles_asm(dtype, 4, False), "=r,=r,=r,=r,r,r,r,r,r",
-        [q, scale[:, None], offset[:, None], sixteenth[:, None], offset_b[:, None]],
+        _nibbles_asm(dtype, 4, False), "=r,=r,=r,=r,r,r,r,r,r", [q, scale, offset, second, second_offset],
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _x_rows(x_ptr, start, K, stride, GROUPS: tl.constexpr):
+    """GROUPS * 64 values from ``start`` on of the rows at ``x_ptr`` [A], zeros from K on: float32."""
+    at = start + tl.arange(0, GROUPS * 64)
+    return tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -282,8 +293,7 @@ def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
 
     The first four are bytes 0 to 3 of words of low halves, values 64 * group + 4 * word + byte; the others 32 further.
     """
-    at = start + tl.arange(0, GROUPS * 64)
-    x = tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
+    x = _x_rows(x_ptr, start, K, stride, GROUPS)
     x = tl.permute(tl.reshape(x, [A, GROUPS, 2, 8, 2, 2]), [0, 1, 3, 2, 4, 5])
     even, odd = tl.split(x)
     first, third = tl.split(even)
@@ -326,9 +336,7 @@ def _x_bytes(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
 
     And two [A, GROUPS, 1] each of what the bytes are to be multiplied by, and of the runs' sums.
     """
-    at = start + tl.arange(0, GROUPS * 64)
-    x = tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
-    x = tl.reshape(x, [A, GROUPS, 2, 32])
+    x = tl.reshape(_x_rows(x_ptr, start, K, stride, GROUPS), [A, GROUPS, 2, 32])
     factor = tl.max(tl.abs(x), 3) * (1.0 / 127.0)
     # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Runs too small to divide by are zeros.
     rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, :, None] + 12582912.0
@@ -398,12 +406,10 @@ def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.conste
     What `q4_k_load` loaded, times x as `_x_bytes` or `_x_words` gives it.
     """
     q, both, s0, s1, s2 = loaded
-    # two scales and two minima, a byte each, of a group
+    d, minus_d_min, early_scales, late_scales, early_mins, late_mins = _unpacked(both, s0, s1, s2)
+    # a group's two are the first bytes
     early = (tl.arange(0, GROUPS) % 4 < 2)[None, :, None]
-    scales = tl.where(early, s0 & 0x3F3F, (s2 & 0x0F0F) | ((s0 >> 2) & 0x3030))
-    mins = tl.where(early, s1 & 0x3F3F, ((s2 >> 4) & 0x0F0F) | ((s1 >> 2) & 0x3030))
-    d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    minus_d_min = -(both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    scales, mins = tl.where(early, early_scales, late_scales), tl.where(early, early_mins, late_mins)
     scale_a, scale_b = _scaled_byte(scales, 0, d, ASM), _scaled_byte(scales, 1, d, ASM)
     if ROUNDED:
         words_a, words_b, factor_a, factor_b, sum_a, sum_b = x

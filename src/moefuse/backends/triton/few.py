@@ -148,7 +148,6 @@ def _down_few_kernel(
         y, _ = q4_k_products(
             loaded, loaded, rows, rows, h_rows, K, 1, SLOTS, BLOCK_N, BLOCK_K // 64, False, ROUNDED, ASM
         )  # fmt: skip
-        y = tl.where(live[:, None], y, 0.0)
     elif W_FORMAT != "":
         r = tl.arange(0, SLOTS * BLOCK_N * RUNS)
         mine = row * TOP_K + tl.minimum(r // (BLOCK_N * RUNS), TOP_K - 1)
@@ -163,7 +162,6 @@ def _down_few_kernel(
             hidden = tl.load(hidden_ptr + mine[:, None] * K + start + at, mask=mask, other=0.0)
             sums += decode_runs(w_rows, start, r % RUNS, K, W_FORMAT) * hidden
         y = tl.sum(tl.reshape(tl.sum(sums, 1), [SLOTS, BLOCK_N, RUNS]), 2)
-        y = tl.where(live[:, None], y, 0.0)
     else:
         h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
         acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
@@ -177,7 +175,9 @@ def _down_few_kernel(
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert[:, None] * H + n[None, :]
         y += tl.load(bias_ptrs, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    total = tl.sum(y * weight[:, None], 0) + rest
+    # The choice keeps product and sum two roundings. Fused, the two lanes that add up a pair would round one product
+    # each, and not the same one: their sums would differ in the last bit, and either be the one that is stored.
+    total = tl.sum(tl.where(live[:, None], y * weight[:, None], 0.0), 0) + rest
     tl.store(out_ptr + row * H + n, total.to(out_ptr.dtype.element_ty), mask=inside)
     if HAS_NORM:
         tl.store(total_ptr + row * H + n, total, mask=inside)

@@ -404,7 +404,7 @@ def _turned_kernel(
     else:
         boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
         w_ring = gl.allocate_shared_memory(dtype, boxes, w_desc.layout)
-        raw = w_ring
+        raw = w_ring  # not used, but a partition cannot be given nothing
         raw_full = w_ring
     tail_ring = gl.allocate_shared_memory(dtype, [STAGES, TAIL_ROWS, BLOCK_K], wide)
     OUT_COLUMNS: gl.constexpr = 32 if GATED else 64
