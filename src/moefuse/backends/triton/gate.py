@@ -204,7 +204,7 @@ def gate(
     if T <= _FEW:
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
         BLOCK_H = block_of(H)
-        PART = 2
+        PART = 1 if T == 1 else 2  # a token alone leaves multiprocessors free
         launch(
             _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
             counters(x.device), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),

@@ -19,6 +19,13 @@ def _any(flags, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _ordered(x):
+    """Integers that sort as the numbers do, both zeros as one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _kept(key, scores, candidate, e, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
           BLOCK_G: tl.constexpr):  # fmt: skip
     """Which experts lie in the kept groups. One row: key, scores, candidate are [BLOCK_E]."""
@@ -82,23 +89,22 @@ def route_row(
     if GROUPS > 1:
         candidate = _kept(key, biased, candidate, e, E, GROUPS, TOP_GROUPS, TOP2, BLOCK_G)
 
-    # Key and id in one integer that sorts by key, then by lowest id. Both zeros are one.
-    bits = tl.where(key == 0.0, 0.0, key).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    NONE: tl.constexpr = -0x8000000000000000
-    packed = tl.where(candidate, (bits.to(tl.int64) << 32) | (BLOCK_E - 1 - e).to(tl.int64), NONE)
+    # All of it in 32-bit integers, of which a warp finds the largest in one instruction. Scores are not negative, so
+    # their bits sort as they do.
+    NONE: tl.constexpr = -0x80000000
+    left = tl.where(candidate, _ordered(key), NONE)
+    score_bits = scores.to(tl.int32, bitcast=True)
     slot = tl.arange(0, BLOCK_K)
     ids = tl.full([BLOCK_K], 0, tl.int32) + E
-    selected = tl.zeros([BLOCK_K], tl.float32)
+    selected_bits = tl.zeros([BLOCK_K], tl.int32)
     for j in range(TOP_K):
-        best = tl.max(packed, 0)
-        chosen = (BLOCK_E - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        found = best != NONE
-        score = tl.sum(tl.where(e == chosen, scores, 0.0), 0)
-        here = (slot == j) & found
+        best = tl.max(left, 0)
+        chosen = tl.min(tl.where(left == best, e, BLOCK_E), 0)
+        here = (slot == j) & (best != NONE)
         ids = tl.where(here, chosen, ids)
-        selected = tl.where(here, score, selected)
-        packed = tl.where(e == chosen, NONE, packed)
+        selected_bits = tl.where(here, tl.max(tl.where(e == chosen, score_bits, 0), 0), selected_bits)
+        left = tl.where(e == chosen, NONE, left)
+    selected = selected_bits.to(tl.float32, bitcast=True)
 
     live = ids < E
     if RENORMALIZE:
