@@ -1,5 +1,7 @@
 """The grouped product through tile descriptors, which the case table's small tiles do not reach in the interpreter."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -59,3 +61,26 @@ def test_numbers_of_32_and_of_64_bits_have_kernels_of_their_own() -> None:
         assert _kind(small) != _kind(large)
     assert _kind(16) == _kind(2**31 - 16) != _kind(17)
     assert _kind(1) != _kind(3) == _kind(5)
+
+
+@pytest.mark.parametrize("format", ["", "Q4_K", "Q8_0"])
+def test_tiles_of_few_tokens_fit_a_small_card(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.backends.triton import tiles, tuned
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(tuned, "shared_limit", lambda _: 64 * 1024)
+    for tokens, top_k, N, itemsize in itertools.product((1, 2, 4), (1, 2, 4, 6, 8, 10, 32), (256, 2048, 7168), (2, 4)):
+        for role, gated in (("few up", True), ("few down", False)):
+            product = tuned.Product(role, 64, N, 2048, top_k, tokens, itemsize, gated, format)
+            assert product.fits(product.built_in(cpu), cpu)
+
+
+def test_a_lone_token_has_longer_stretches_of_weights_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of one token are too few to keep the memory busy with short ones."""
+    from moefuse.backends.triton import tiles
+
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    alone, four = (tiles.few_down_tile(tokens * 2048, 768, 8) for tokens in (1, 4))
+    assert alone.k == 2 * four.k
+    assert tiles.few_down_tile(4 * 2048, 2048, 8) == alone, "nor does a long row go in pieces of 128 bytes"

@@ -41,6 +41,8 @@ TURNED_ROWS = 24
 TURNED_ROWS_IN_BLOCKS = 52
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 TURNED_STAGES = {64: 7, 128: 5, 256: 4}
+#: up to this many programs of the down matrix-vector product leave room on a card
+_FEW_PROGRAMS = 600
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
@@ -54,20 +56,30 @@ def shared_limit(device: torch.device) -> int:
     return limit
 
 
-def few_tiles(top_k: int, format: str = "") -> tuple[Tile, Tile]:
-    """The tiles of the up and the down matrix-vector product; ``m`` is not used there, nor ``k`` on most blocks.
-
-    A program of the down product holds ``top_k`` tiles at once.
-    """
+def few_up_tile(T: int, format: str = "") -> Tile:
+    """The tile of the up matrix-vector product; ``m`` is not used, nor ``k`` on most blocks."""
     if INTERPRETED:
-        return Tile(1, 32, 256 if format else 64, 4, 1), Tile(1, 16, 256 if format else 64, 4, 1)
-    few = top_k <= 8
+        return Tile(1, 32, 256 if format else 64, 4, 1)
     if format == IN_WORDS:  # ``k`` at a time
-        return Tile(1, 8, 1024, 2, 1), Tile(1, min(16, max(1, 128 // block_of(top_k, 1))), 256, 8, 1)
+        return Tile(1, 8, 1024, 2, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
+    return Tile(1, 4, 256, 4, 1) if format else Tile(1, 8, 256, 4, 2 if T == 1 else 3)
+
+
+def few_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile:
+    """Likewise of the down product, for so many ``results``. A program holds ``top_k`` tiles at once."""
+    if INTERPRETED:
+        return Tile(1, 16, 256 if format else 64, 4, 1)
+    slots = block_of(top_k, 1)
+    if format == IN_WORDS:
+        return Tile(1, min(16, max(1, 128 // slots)), 256, 8, 1)
     if format:
-        return Tile(1, 4, 256, 4, 1), Tile(1, 2 if few else 1, 256, 4, 1)
-    # Fewer slots leave room for more columns of each.
-    return Tile(1, 8, 256, 4, 2), Tile(1, 4 if few else 2, 128 * max(1, 8 // block_of(top_k, 1)), 8, 1)
+        return Tile(1, 2 if slots <= 8 else 1, 256, 4, 1)
+    n = 4 if slots <= 8 else 2
+    # A program has one stretch of each row under way: a short one where programs fill the card, but 256 bytes of a long
+    # row, and of a single one all there is room for. Fewer slots leave room for more of each.
+    short = results > _FEW_PROGRAMS * n and (slots in (2, 4) or K <= 1024)
+    k, warps = (64, 4) if short else (128, 8)
+    return Tile(1, n, k * max(1, 8 // slots), warps, 1)
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:

@@ -23,7 +23,7 @@ import triton
 
 from moefuse import config
 from moefuse.backends.triton.launch import INTERPRETED, block_of
-from moefuse.backends.triton.tiles import Tile, few_tiles, product_tile, shared_limit
+from moefuse.backends.triton.tiles import Tile, few_down_tile, few_up_tile, product_tile, shared_limit
 
 _log = logging.getLogger("moefuse")
 _FORMAT = 1
@@ -71,8 +71,10 @@ class Product:
         return f"{self.role} E={self.E} N={self.N} K={self.K} top_k={self.top_k}{gated}, {kind}, {size}"
 
     def built_in(self, device: torch.device) -> Tile:
-        if self.few:
-            return few_tiles(self.top_k, self.format)[self.role == "few down"]
+        if self.role == "few up":
+            return few_up_tile(self.T, self.format)
+        if self.role == "few down":
+            return few_down_tile(self.T * self.N, self.K, self.top_k, self.format)
         return product_tile(self.load, self.itemsize, self.gated, device, self.format)
 
     def fits(self, tile: Tile, device: torch.device) -> bool:
