@@ -602,7 +602,7 @@ CASES: tuple[Case, ...] = (
     _experts_in_blocks("q4_k_m_decode", "the same at T=1", ("Q4_K", "Q4_K", "Q6_K"), T=1, tail=True),
     _experts_in_blocks("q4_k_decode", "few tokens, down in Q4_K too", ("Q4_K", "Q4_K"), T=3, tail=True),
     _experts_in_blocks("q4_k_decode_exact", "the same, activations in f32", ("Q4_K:exact",) * 2, T=3, tail=True),
-    _experts_in_blocks("q4_k_m_exact", "the same, activations in f32", ("Q4_K:exact", "Q4_K:exact", "Q6_K:exact"),
+    _experts_in_blocks("q4_k_m_exact", "q4_k_m with activations in f32", ("Q4_K:exact", "Q4_K:exact", "Q6_K:exact"),
                        tail=True, messy=True, bias=True),
     _experts_in_blocks("q4_k_m_prefill", "many rows per expert", ("Q4_K:exact", "Q4_K:exact", "Q6_K:exact"), T=90),
     _experts_in_blocks("mixed", "gate, up and down of three types", ("Q5_K:exact", "Q8_0:exact", "Q4_0:exact")),

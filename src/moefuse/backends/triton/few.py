@@ -192,7 +192,7 @@ def _down_few_kernel(
             tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
 
 
-def may_round(*weights: Tensor | QuantTensor | None) -> bool:
+def _may_round(*weights: Tensor | QuantTensor | None) -> bool:
     """Whether activations may be rounded to 8 bits for these: none of them is to be exact."""
     return not any(isinstance(weight, QuantTensor) and weight.exact for weight in weights)
 
@@ -233,7 +233,7 @@ def experts_few(
         _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
         *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
         activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
-        WORDS=up_words, ROUNDED=up_words and may_round(gate_up, up), ASM=up_words and not INTERPRETED,
+        WORDS=up_words, ROUNDED=up_words and _may_round(gate_up, up), ASM=up_words and not INTERPRETED,
         HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k,
         STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def experts_few(
         contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
         contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
         *down_rows.stride(), eps, W_FORMAT=down_format, WORDS=down_words,
-        ROUNDED=down_words and may_round(down), ASM=down_words and not INTERPRETED,
+        ROUNDED=down_words and _may_round(down), ASM=down_words and not INTERPRETED,
         HAS_BIAS=down_bias is not None, HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None,
         HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm_weight is not None,
         TOP_K=top_k, PDL=PDL, BLOCK_N=second.n, BLOCK_K=second.k, BLOCK_H=block_of(H), SLOTS=block_of(top_k, 1),

@@ -89,8 +89,8 @@ def route_row(
     if GROUPS > 1:
         candidate = _kept(key, biased, candidate, e, E, GROUPS, TOP_GROUPS, TOP2, BLOCK_G)
 
-    # All of it in 32-bit integers, of which a warp finds the largest in one instruction. Scores are not negative, so
-    # their bits sort as they do.
+    # All of it in 32-bit integers, of which a warp finds the largest in one instruction. No score is negative: its bits
+    # are the largest of themselves and zeros.
     NONE: tl.constexpr = -0x80000000
     left = tl.where(candidate, _ordered(key), NONE)
     score_bits = scores.to(tl.int32, bitcast=True)
