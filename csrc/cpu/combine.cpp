@@ -36,6 +36,7 @@ void combine(Tensor y, Tensor weights, const int32_t* inverse, int64_t T, int64_
     std::fill_n(acc, H, 0.0f);
     for (int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {
       int64_t row = inverse == nullptr ? s : inverse[s];
+      if (row < 0 || row >= T * top_k) continue;
       kernels().axpy(element(weights, s), y.dtype, row_of(y, row, H), acc, H);
     }
     finish_token(tail, t, H, acc);

@@ -89,6 +89,9 @@ void gate(Tensor x, Weight weight, Tensor norm_weight, Tensor bias, Tensor logit
 
 void plan(Ids ids, int64_t S, int64_t E, int32_t* counts, int32_t* offsets, int32_t* order, int32_t* inverse);
 
+// Throws std::invalid_argument where a plan would lead outside S rows: it was changed after it was checked.
+void check_buckets(Buckets buckets, int64_t S, int64_t E);
+
 // x is [x_rows, K]; y is [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
 void grouped_linear(Tensor x, int64_t x_rows, Weight weight, Tensor bias, Buckets buckets, int64_t S, int64_t E,
                     int64_t N, int64_t K, bool gather, bool scatter, Output y, int threads);

@@ -56,19 +56,24 @@ inline float exponential(float x) {
   return p * from_bits((half + 127) << 23) * from_bits((whole - half + 127) << 23);
 }
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+// v * sigmoid(x), by the exponential that cannot overflow: right down to where the result itself underflows.
+inline float times_sigmoid(float v, float x) {
+  float e = exponential(-__builtin_fabsf(x));
+  return (x < 0 ? v * e : v) / (1.0f + e);
+}
+
+inline float sigmoid(float x) { return times_sigmoid(1.0f, x); }
 
 // The clamp turns -inf into -0 and not into NaN.
 inline float silu(float x) {
   x = at_least(x, -1000.0f);
-  return x / (1.0f + exponential(-x));
+  return times_sigmoid(x, x);
 }
 
 // 0.5 x (1 + tanh u) is x * sigmoid(2u), which loses nothing in the negative tail.
 inline float gelu_tanh(float x) {
   x = at_least(x, -1000.0f);
-  float u2 = 1.5957691216f * madd(0.044715f * x, x * x, x);
-  return x / (1.0f + exponential(-u2));
+  return times_sigmoid(x, 1.5957691216f * madd(0.044715f * x, x * x, x));
 }
 
 inline float gelu(float x) {
@@ -78,9 +83,11 @@ inline float gelu(float x) {
 
 inline float relu(float x) { return at_least(x, 0.0f); }
 
+// softplus is e**x where 1 + e**x rounds to 1; its root is taken in the exponent, before it underflows.
 inline float sqrt_softplus(float x) {
-  float magnitude = __builtin_fabsf(x);
-  return __builtin_sqrtf(at_least(x, 0.0f) + __builtin_log1pf(exponential(-magnitude)));
+  float e = exponential(-__builtin_fabsf(x));
+  float root = __builtin_sqrtf(at_least(x, 0.0f) + __builtin_log1pf(e));
+  return x < -20.0f ? exponential(0.5f * x) : root;
 }
 
 template <class F>
@@ -112,7 +119,7 @@ inline void activate(const Activation& act, const float* gate, const float* up, 
       const float lowest = -1000.0f / alpha;
       auto f = [=](float x) {
         float g = at_least(at_most(x, limit), lowest);
-        return g / (1.0f + exponential(-alpha * g));
+        return times_sigmoid(g, alpha * g);
       };
       if (up == nullptr) return map(gate, up, out, n, f);
       for (int64_t i = 0; i < n; ++i) out[i] = f(gate[i]) * (at_least(at_most(up[i], limit), -limit) + 1.0f);

@@ -58,7 +58,12 @@ Activation activation(const ActivationArg& a) {
   return {static_cast<Act>(std::get<0>(a)), std::get<1>(a), std::get<2>(a)};
 }
 
-Buckets buckets(Address offsets, Address order) { return {at<const int32_t>(offsets), at<const int32_t>(order)}; }
+// Absent where there are none; a plan that leads outside its S rows is refused.
+Buckets buckets(Address offsets, Address order, int64_t S, int64_t E) {
+  Buckets given{at<const int32_t>(offsets), at<const int32_t>(order)};
+  if (given.offsets != nullptr) check_buckets(given, S, E);
+  return given;
+}
 
 }  // namespace
 
@@ -105,7 +110,7 @@ NB_MODULE(_core, m) {
       "grouped_linear",
       [](TensorArg x, int64_t x_rows, WeightArg w, TensorArg bias, Address offsets, Address order, int64_t S,
          int64_t E, int64_t N, int64_t K, bool gather, bool scatter, TensorArg y, int threads) {
-        grouped_linear(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order), S, E, N, K, gather,
+        grouped_linear(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order, S, E), S, E, N, K, gather,
                        scatter, output(y), threads);
       },
       Release());
@@ -114,7 +119,7 @@ NB_MODULE(_core, m) {
       "grouped_outer",
       [](TensorArg grad, TensorArg x, int64_t x_rows, Address offsets, Address order, int64_t S, int64_t E, int64_t N,
          int64_t K, bool gather, bool scatter, TensorArg out, int threads) {
-        grouped_outer(tensor(grad), tensor(x), x_rows, buckets(offsets, order), S, E, N, K, gather, scatter,
+        grouped_outer(tensor(grad), tensor(x), x_rows, buckets(offsets, order, S, E), S, E, N, K, gather, scatter,
                       output(out), threads);
       },
       Release());
@@ -142,7 +147,7 @@ NB_MODULE(_core, m) {
          int64_t E, int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, TailArg t, TensorArg z,
          int threads) {
         experts({tensor(x), {at<const void>(ids), wide}, tensor(weights), weight(gate_up), weight(up), weight(down),
-                 tensor(gate_up_bias), tensor(down_bias), buckets(offsets, order), T, top_k, E, H, I, activation(act),
+                 tensor(gate_up_bias), tensor(down_bias), buckets(offsets, order, T * top_k, E), T, top_k, E, H, I, activation(act),
                  gated, interleaved, tail(t), output(z)},
                 threads);
       },
@@ -203,7 +208,7 @@ NB_MODULE(_core, m) {
       "grouped_linear_mirrored",
       [](TensorArg x, int64_t x_rows, WeightArg w, TensorArg bias, Address offsets, Address order, int64_t S,
          int64_t E, int64_t N, int64_t K, bool gather, bool scatter, TensorArg y, int threads) {
-        grouped_linear_mirrored(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order), S, E, N, K,
+        grouped_linear_mirrored(tensor(x), x_rows, weight(w), tensor(bias), buckets(offsets, order, S, E), S, E, N, K,
                                 gather, scatter, output(y), threads);
       },
       Release());
@@ -214,7 +219,7 @@ NB_MODULE(_core, m) {
          TensorArg down_bias, Address offsets, Address order, Address inverse, int64_t T, int64_t top_k, int64_t E,
          int64_t H, int64_t I, ActivationArg act, bool gated, bool interleaved, OutputArgs<7> out, int threads) {
         experts_backward({tensor(d), tensor(x), tensor(z), tensor(weights), weight(gate_up), weight(up), weight(down),
-                          tensor(down_bias), buckets(offsets, order), at<const int32_t>(inverse), T, top_k, E, H, I,
+                          tensor(down_bias), buckets(offsets, order, T * top_k, E), at<const int32_t>(inverse), T, top_k, E, H, I,
                           activation(act), gated, interleaved, output(out[0]), output(out[1]), output(out[2]),
                           output(out[3]), output(out[4]), output(out[5]), output(out[6])},
                          threads);

@@ -1,7 +1,20 @@
 // The plan: a stable counting sort of assignments by expert.
+#include <stdexcept>
+
 #include "core.h"
 
 namespace moefuse {
+
+void check_buckets(Buckets buckets, int64_t S, int64_t E) {
+  int64_t before = 0;
+  bool bad = buckets.offsets[0] != 0;
+  for (int64_t e = 0; e <= E; ++e) {
+    bad |= buckets.offsets[e] < before || buckets.offsets[e] > S;
+    before = buckets.offsets[e];
+  }
+  for (int64_t p = 0; p < S; ++p) bad |= buckets.order[p] < 0 || buckets.order[p] >= S;
+  if (bad) throw std::invalid_argument("plan: offsets must rise from 0 to at most S and order hold 0 to S - 1");
+}
 
 void plan(Ids ids, int64_t S, int64_t E, int32_t* counts, int32_t* offsets, int32_t* order, int32_t* inverse) {
   auto bucket = [&](int64_t s) {

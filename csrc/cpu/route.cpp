@@ -1,4 +1,4 @@
-// route: scores, selection inside the kept groups, weights. One row at a time, all in f32.
+// route: scores, selection inside the kept groups, weights. One row at a time; selection in f32, weights in double.
 #include "route.h"
 
 #include <algorithm>
@@ -46,17 +46,37 @@ int64_t select_largest(const float* keys, int64_t n, int64_t limit, int32_t* pic
   return count;
 }
 
-double sum_of(const float* weights, int64_t n) {
+// Divides by the sum, which is at least `floor`; a sum of 0 counts as 1.
+void renormalize(double* weights, int64_t n, double floor) {
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += weights[i];
-  return sum;
-}
-
-void divide(float* weights, int64_t n, float divisor) {
+  double divisor = std::max(sum, floor);
+  if (divisor == 0) return;
   for (int64_t i = 0; i < n; ++i) weights[i] /= divisor;
 }
 
 }  // namespace
+
+ExactScores::ExactScores(Score score, const float* logits, const float* scores, int64_t E)
+    : score_(score), logits_(logits) {
+  if (score != Score::softmax) return;
+  int64_t top = std::max_element(scores, scores + E) - scores;
+  top_ = logits[top];
+  top_score_ = scores[top];
+}
+
+double ExactScores::operator[](int64_t e) const {
+  double x = logits_[e];
+  switch (score_) {
+    case Score::softmax:
+      return std::exp(x - top_) * top_score_;
+    case Score::sigmoid:
+      return 1 / (1 + std::exp(-x));
+    case Score::sqrtsoftplus:
+      return x < -700 ? std::exp(x / 2) : std::sqrt(std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))));
+  }
+  return 0;
+}
 
 Router::Router(Tensor bias, Tensor per_expert_scale, int64_t E, const Routing& routing)
     : r_(routing), E_(E), bias_(decoded(bias, E)), scale_(decoded(per_expert_scale, E)) {
@@ -91,18 +111,18 @@ void Router::keep_groups(float* keys, const float* scores) const {
 void Router::row(const float* logits, float* weights, int32_t* ids) const {
   int32_t picked[kMaxTopK];
   int64_t count = 0;
-  float scores[kMaxExperts];
+  double exact[kMaxTopK];
   if (!closed_ && !fails_closed(logits, E_)) {
-    float keys[kMaxExperts];
+    float keys[kMaxExperts], scores[kMaxExperts], capped[kMaxExperts];
     const float* scored = logits;
     if (r_.softcap > 0) {
       for (int64_t e = 0; e < E_; ++e) {
         // A masked expert stays masked: it has no part in the softmax either.
-        keys[e] = logits[e] == -kInf
-                      ? -kInf
-                      : static_cast<float>(r_.softcap * std::tanh(static_cast<double>(logits[e]) / r_.softcap));
+        capped[e] = logits[e] == -kInf
+                        ? -kInf
+                        : static_cast<float>(r_.softcap * std::tanh(static_cast<double>(logits[e]) / r_.softcap));
       }
-      scored = keys;
+      scored = capped;
     }
     kernels().scores(r_.score, scored, scores, E_);
     // Without a bias the logit itself is the key: a score could round two of them to one.
@@ -111,24 +131,19 @@ void Router::row(const float* logits, float* weights, int32_t* ids) const {
     }
     if (r_.groups > 1) keep_groups(keys, scores);
     count = select_largest(keys, E_, r_.top_k, picked);
+    ExactScores score(r_.score, scored, scores, E_);
+    for (int64_t j = 0; j < count; ++j) exact[j] = score[picked[j]];
   }
 
+  if (r_.renormalize) renormalize(exact, count, r_.norm_floor);
   for (int64_t j = 0; j < count; ++j) {
-    ids[j] = picked[j];
-    weights[j] = scores[picked[j]];
+    exact[j] *= r_.scale;
+    if (!scale_.empty()) exact[j] *= scale_[static_cast<size_t>(picked[j])];
   }
-  for (int64_t j = count; j < r_.top_k; ++j) {
-    ids[j] = static_cast<int32_t>(E_);
-    weights[j] = 0;
-  }
-  if (r_.renormalize) divide(weights, count, std::max(static_cast<float>(sum_of(weights, count)), r_.norm_floor));
-  for (int64_t j = 0; j < count; ++j) {
-    weights[j] *= r_.scale;
-    if (!scale_.empty()) weights[j] *= scale_[static_cast<size_t>(picked[j])];
-  }
-  if (r_.renormalize_after_scale) {
-    float sum = static_cast<float>(sum_of(weights, count));
-    divide(weights, count, sum == 0 ? 1 : sum);
+  if (r_.renormalize_after_scale) renormalize(exact, count, -std::numeric_limits<double>::infinity());
+  for (int64_t j = 0; j < r_.top_k; ++j) {
+    ids[j] = j < count ? picked[j] : static_cast<int32_t>(E_);
+    weights[j] = j < count ? static_cast<float>(exact[j]) : 0;
   }
 }
 

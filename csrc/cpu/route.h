@@ -7,6 +7,21 @@
 
 namespace moefuse {
 
+// Scores of single experts in double, where float scores would have underflowed before they are divided by their sum.
+class ExactScores {
+ public:
+  // logits (soft-capped) and scores [E] of one row.
+  ExactScores(Score score, const float* logits, const float* scores, int64_t E);
+
+  double operator[](int64_t e) const;
+
+ private:
+  Score score_;
+  const float* logits_;
+  double top_ = 0;        // softmax: the largest logit, and its score
+  double top_score_ = 0;
+};
+
 class Router {
  public:
   Router(Tensor bias, Tensor per_expert_scale, int64_t E, const Routing& routing);

@@ -6,6 +6,7 @@
 #include "mirror.h"
 #include "norm_backward.h"
 #include "pool.h"
+#include "route.h"
 #include "scratch.h"
 #include "training.h"
 
@@ -16,15 +17,15 @@ constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 64;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Gradient of values divided by their sum: `floor` holds the sum up, and takes its gradient away; -inf: 0 counts as 1.
+// Gradient of values divided by their sum: `floor` (-inf: none) holds the sum up, and takes its gradient away.
 void through_divisor(double* grad, const double* values, int64_t n, double floor) {
   double total = 0, along = 0;
   for (int64_t j = 0; j < n; ++j) {
     total += values[j];
     along += grad[j] * values[j];
   }
-  bool held = floor == -kInf ? total == 0 : !(total > floor);
-  double divisor = !held ? total : floor == -kInf ? 1 : floor;
+  bool held = total == 0 || !(total > floor);
+  double divisor = !held ? total : floor > 0 ? floor : 1;
   for (int64_t j = 0; j < n; ++j) grad[j] = (grad[j] - (held ? 0 : along / divisor)) / divisor;
 }
 
@@ -46,6 +47,7 @@ class RowBackward {
       }
     }
     kernels().scores(r_.score, capped, scores, E_);
+    ExactScores exact(r_.score, capped, scores, E_);
 
     // The slots that have an expert; the others take no part in any sum.
     int64_t slots[kMaxTopK], count = 0;
@@ -55,13 +57,14 @@ class RowBackward {
       if (ids[j] >= E_) continue;
       slots[count] = j;
       g[count] = grad[j];
-      selected[count] = scores[ids[j]];
+      selected[count] = exact[ids[j]];
       factor[count] = r_.scale * (scale_.empty() ? 1.0 : static_cast<double>(scale_[static_cast<size_t>(ids[j])]));
       ++count;
     }
     double total = 0;
     for (int64_t i = 0; i < count; ++i) total += selected[i];
     double divisor = r_.renormalize ? std::max(total, static_cast<double>(r_.norm_floor)) : 1;
+    if (divisor == 0) divisor = 1;
     for (int64_t i = 0; i < count; ++i) {
       shares[i] = selected[i] / divisor;
       scaled[i] = shares[i] * factor[i];
@@ -80,7 +83,7 @@ class RowBackward {
     }
     for (int64_t i = 0; i < count; ++i) {
       int64_t e = ids[slots[i]];
-      double s = scores[e];
+      double s = selected[i];
       if (r_.score == Score::softmax) d_logits[e] = static_cast<float>(d_logits[e] + s * g[i]);
       if (r_.score == Score::sigmoid) d_logits[e] = static_cast<float>(d_logits[e] + g[i] * s * (1 - s));
       // A score that underflowed to zero has no slope left.

@@ -137,9 +137,11 @@ void combine_backward(Tensor d, Tensor y, Tensor weights, const int32_t* inverse
     k.decode(d.dtype, row_of(d, t, H), along, H);
     for (int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {
       int64_t p = inverse == nullptr ? s : inverse[s];
-      k.decode(y.dtype, row_of(y, p, H), row, H);
-      float dot = k.dot(row, along, H);
+      bool inside = p >= 0 && p < T * top_k;
+      if (inside) k.decode(y.dtype, row_of(y, p, H), row, H);
+      float dot = inside ? k.dot(row, along, H) : 0;
       k.encode(&dot, d_weights.dtype, row_of(d_weights, s, 1), 1);
+      if (!inside) continue;
       float w = element(weights, s);
       for (int64_t h = 0; h < H; ++h) row[h] = w * along[h];
       k.encode(row, d_y.dtype, row_of(d_y, p, H), H);

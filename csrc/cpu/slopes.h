@@ -11,7 +11,7 @@ struct Slope {
 };
 
 inline Slope sigmoid_unit(float x, float alpha) {
-  float s = 1.0f / (1.0f + exponential(-alpha * x));
+  float s = sigmoid(alpha * x);
   return {x * s, s * madd(alpha * x, 1.0f - s, 1.0f)};
 }
 
@@ -19,7 +19,7 @@ inline Slope silu_slope(float x) { return sigmoid_unit(at_least(x, -1000.0f), 1.
 
 inline Slope gelu_tanh_slope(float x) {
   x = at_most(at_least(x, -1000.0f), 1000.0f);
-  float s = 1.0f / (1.0f + exponential(-1.5957691216f * madd(0.044715f * x, x * x, x)));
+  float s = sigmoid(1.5957691216f * madd(0.044715f * x, x * x, x));
   float inner = 1.5957691216f * madd(0.134145f * x, x, 1.0f);
   return {x * s, madd(x * s * (1.0f - s), inner, s)};
 }

@@ -13,9 +13,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
+import torch
 from torch import Tensor
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -24,6 +24,7 @@ LAYOUTS = ("halves", "interleaved")
 ACTIVATION_KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp")
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
+FLOAT32 = torch.finfo(torch.float32)
 
 # The floor under a renormalising sum. No finite softmax row reaches 2**-14; the others follow DeepSeek-V3.
 _NORM_FLOOR = {"softmax": 2.0**-14, "sigmoid": 1e-20, "sqrtsoftplus": 1e-20}
@@ -34,18 +35,22 @@ def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> Non
         raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")
 
 
-def _finite(owner: str, name: str, value: object) -> None:
+def check_flag(owner: str, name: str, value: object) -> None:
+    """A yes or no: "no" is a string and would count as yes."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+
+
+def check_number(owner: str, name: str, value: object, low: float = -FLOAT32.max, what: str = "finite") -> None:
+    """A number from ``low`` on that float32, in which kernels take it, can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{owner}: {name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{owner}: {name} must be finite, got {value}")
+    if not low <= value <= FLOAT32.max:
+        raise ValueError(f"{owner}: {name} must be {what} in float32, got {value}")
 
 
 def _positive(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}: {name} must be a number, got {type(value).__name__}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{owner}: {name} must be positive, got {value}")
+    check_number(owner, name, value, FLOAT32.tiny, "positive")
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class Routing:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"Routing: {name} must be an int, got {type(value).__name__}")
-        _finite("Routing", "scale", self.scale)
+        for name in ("renormalize", "renormalize_after_scale"):
+            check_flag("Routing", name, getattr(self, name))
+        check_number("Routing", "scale", self.scale)
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"Routing: top_k must be from 1 to {MAX_TOP_K}, got {self.top_k}")
         if not 1 <= self.top_groups <= self.groups:
@@ -100,9 +107,7 @@ class Routing:
         if self.softcap is not None:
             _positive("Routing", "softcap", self.softcap)
         if self.norm_floor is not None:
-            _finite("Routing", "norm_floor", self.norm_floor)
-            if self.norm_floor < 0:
-                raise ValueError(f"Routing: norm_floor must not be negative, got {self.norm_floor}")
+            check_number("Routing", "norm_floor", self.norm_floor, 0.0, "finite and not negative")
 
     @property
     def floor(self) -> float:
@@ -132,6 +137,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         _one_of("Activation", "kind", self.kind, ACTIVATION_KINDS)
+        check_flag("Activation", "gated", self.gated)
         _positive("Activation", "alpha", self.alpha)
         _positive("Activation", "limit", self.limit)
 
@@ -156,6 +162,9 @@ class Plan:
     * ``order   = [1, 2, 0, 4, 5, 3]``: assignments (``token * top_k + slot``) expert by expert, increasing inside
       one; those without an expert last;
     * ``inverse = [2, 0, 1, 5, 3, 4]``: where assignment ``s`` stands in ``order``.
+
+    One made by hand, or by `dataclasses.replace`, is checked whole, which on a GPU waits for it; what `moefuse.plan`
+    makes is right by construction (``trusted``).
     """
 
     counts: Tensor
@@ -163,6 +172,43 @@ class Plan:
     order: Tensor
     inverse: Tensor
     top_k: int
+    trusted: InitVar[bool] = False
+
+    def __post_init__(self, trusted: bool) -> None:
+        if not trusted:
+            self._check()
+
+    def _check(self) -> None:
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
+            raise TypeError(f"Plan: top_k must be an int, got {type(self.top_k).__name__}")
+        for name in ("counts", "offsets", "order", "inverse"):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) or value.dtype != torch.int32:
+                got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"Plan: {name} must be an int32 tensor, got {got}")
+            if value.dim() != 1:
+                raise ValueError(f"Plan: {name} must have one dimension, got shape {list(value.shape)}")
+            if value.device != self.order.device:
+                raise ValueError(f"Plan: {name} must be on {self.order.device} like order, got {value.device}")
+        E, S = self.counts.shape[0], self.order.shape[0]
+        if not 1 <= E <= MAX_EXPERTS:
+            raise ValueError(f"Plan: counts must have from 1 to {MAX_EXPERTS} experts, got {E}")
+        if self.offsets.shape[0] != E + 1 or self.inverse.shape[0] != S:
+            got = f"{self.offsets.shape[0]} and {self.inverse.shape[0]}"
+            raise ValueError(f"Plan: offsets and inverse must have E + 1 = {E + 1} and S = {S} entries, got {got}")
+        if self.top_k < 1 or S % self.top_k:
+            raise ValueError(f"Plan: top_k must be at least 1 and divide the {S} assignments, got {self.top_k}")
+        if not torch.compiler.is_compiling() and type(self.order) is Tensor and self.order.device.type != "meta":
+            self._check_values(S)
+
+    def _check_values(self, S: int) -> None:
+        counts, offsets, order, inverse = (t.long() for t in (self.counts, self.offsets, self.order, self.inverse))
+        starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+        if bool((counts < 0).any()) or not torch.equal(starts, offsets) or int(offsets[-1]) > S:
+            raise ValueError(f"Plan: offsets must be the running sum of counts, from 0 to at most S={S}, got others")
+        inside = bool(((order >= 0) & (order < S)).all())
+        if not inside or not torch.equal(inverse[order], torch.arange(S, device=order.device)):
+            raise ValueError(f"Plan: order must hold 0 to {S - 1} once each and inverse undo it, got others")
 
     @property
     def num_experts(self) -> int:

@@ -66,8 +66,8 @@ def spread(logits: Tensor, gap: float = 1e-5) -> bool:
 
 def _score(value: float, score: str) -> float:
     if score == "sigmoid":
-        return 1 / (1 + math.exp(-value))
-    return math.sqrt(math.log1p(math.exp(value)))
+        return _logistic(value)
+    return math.exp(value / 2) if value < -600 else math.sqrt(math.log1p(math.exp(value)))
 
 
 def scores_of(logits: list[float], routing: Routing) -> list[float]:
@@ -106,7 +106,7 @@ def route_row(
     ids = sorted(alive, key=lambda e: (-key[e], e))[:top_k]
     weights = [scores[e] for e in ids]
     if routing.renormalize:
-        weights = [w / max(math.fsum(weights), routing.floor) for w in weights]
+        weights = [w / (max(math.fsum(weights), routing.floor) or 1.0) for w in weights]
     weights = [
         w * routing.scale * (per_expert_scale[e] if per_expert_scale else 1) for w, e in zip(weights, ids, strict=True)
     ]

@@ -191,7 +191,7 @@ def test_gradients_of_large_values_are_not_nan(target, kind):
     moefuse.glu(gate, up, kind, backend=backend).sum().backward()
     assert not gate.grad.isnan().any()
     assert not up.grad.isnan().any()
-    assert (up.grad[:4] == 0).all()
+    assert (up.grad[:4].abs() < 1e-36).all()
     assert (up.grad[4:] > 0).all()
 
 

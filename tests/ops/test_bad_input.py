@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -105,7 +106,19 @@ ROWS = {
     "routing-norm_floor-inf": (lambda: Routing(2, norm_floor=math.inf), ValueError, ("Routing", "norm_floor", "inf")),
     "routing-norm_floor": (
         lambda: Routing(2, norm_floor=-1.0), ValueError, ("Routing", "norm_floor", "negative", "-1.0")),
+    "routing-renormalize-str": (
+        lambda: Routing(2, renormalize="no"), TypeError, ("Routing", "renormalize must be a bool", "str")),
+    "routing-renormalize_after-int": (
+        lambda: Routing(2, renormalize_after_scale=1), TypeError, ("renormalize_after_scale must be a bool", "int")),
+    "routing-scale-1e300": (lambda: Routing(2, scale=1e300), ValueError, ("Routing", "scale", "float32", "1e+300")),
+    "routing-scale-huge": (lambda: Routing(2, scale=10**400), ValueError, ("Routing", "scale", "float32")),
+    "routing-softcap-1e-60": (lambda: Routing(2, softcap=1e-60), ValueError, ("Routing", "softcap", "1e-60")),
+    "routing-norm_floor-1e39": (lambda: Routing(2, norm_floor=1e39), ValueError, ("Routing", "norm_floor", "1e+39")),
     # Activation
+    "activation-gated-str": (
+        lambda: Activation("silu", gated="no"), TypeError, ("Activation", "gated must be a bool", "str")),
+    "activation-limit-1e39": (lambda: Activation("silu", limit=1e39), ValueError, ("limit", "float32", "1e+39")),
+    "activation-alpha-1e-60": (lambda: Activation("silu", alpha=1e-60), ValueError, ("alpha", "float32", "1e-60")),
     "activation-kind": (lambda: Activation("swish"), ValueError, ("Activation", "kind", *ACTIVATION_KINDS, "'swish'")),
     "activation-limit-0": (lambda: Activation("silu", limit=0.0), ValueError, ("Activation", "limit must be positive")),
     "activation-limit-nan": (lambda: Activation("silu", limit=math.nan), ValueError, ("Activation", "limit")),
@@ -155,7 +168,10 @@ ROWS = {
     "gate-top_k": (lambda: gate(routing=Routing(8)), ValueError, ("gate", "top_k must not exceed E=4", "8")),
     "gate-E": (lambda: gate(weight=rand(1025, H)), ValueError, ("gate", "E must be from 1 to 1024", "1025")),
     "gate-norm-size": (lambda: gate(norm_weight=rand(H - 1)), ValueError, ("gate", "norm_weight must be [H=6]", "H=5")),
-    "gate-eps-negative": (lambda: gate(eps=-1e-6), ValueError, ("gate", "eps must not be negative", "-1e-06")),
+    "gate-return_normed-str": (
+        lambda: gate(return_normed="no"), TypeError, ("gate", "return_normed must be a bool", "str")),
+    "gate-eps-1e39": (lambda: gate(eps=1e39), ValueError, ("gate", "eps must be finite", "1e+39")),
+    "gate-eps-negative": (lambda: gate(eps=-1e-6), ValueError, ("gate", "eps must be finite and not", "-1e-06")),
     "gate-eps-nan": (lambda: gate(eps=math.nan), ValueError, ("gate", "eps", "nan")),
     "gate-eps-str": (lambda: gate(eps="1e-6"), TypeError, ("gate", "eps must be a number", "str")),
     "gate-eps-bool": (lambda: gate(eps=True), TypeError, ("gate", "eps must be a number", "bool")),
@@ -268,6 +284,13 @@ ROWS = {
     "combine-gate-shape": (
         lambda: combine(shared=rand(T, H), shared_gate=rand(T, 1)), ValueError,
         ("combine", "shared_gate must be [T]", "[3, 1]")),
+    "combine-inverse-far": (
+        lambda: combine(inverse=torch.tensor([0, 1, 2, 3, 4, 10**9], dtype=torch.int32)), ValueError,
+        ("combine", "inverse must hold each of 0 to 5 once")),
+    "combine-inverse-negative": (
+        lambda: combine(inverse=torch.tensor([0, 1, 2, 3, 4, -1], dtype=torch.int32)), ValueError, ("inverse must",)),
+    "combine-inverse-twice": (
+        lambda: combine(inverse=torch.tensor([0, 1, 2, 3, 4, 4], dtype=torch.int32)), ValueError, ("inverse must",)),
     "combine-residual-size": (
         lambda: combine(residual=rand(1, H)), ValueError, ("combine", "residual must be [T=3, H=6]", "T=1")),
     "combine-residual-int": (
@@ -275,7 +298,7 @@ ROWS = {
     "combine-norm-size": (
         lambda: combine(norm_weight=rand(T)), ValueError, ("combine", "norm_weight must be [H=6]", "H=3")),
     "combine-eps": (
-        lambda: combine(norm_weight=rand(H), eps=-1.0), ValueError, ("combine", "eps must not be negative", "-1.0")),
+        lambda: combine(norm_weight=rand(H), eps=-1.0), ValueError, ("combine", "eps must be finite", "-1.0")),
     "combine-out-shape": (
         lambda: combine(out=rand(T, H + 1)), ValueError, ("combine", "out must be [T=3, H=6]", "H=7")),
     "combine-out-strides": (
@@ -384,7 +407,7 @@ ROWS = {
         ("experts", "exclude each other")),
     "experts-residual": (
         lambda: experts(residual=rand(T, I)), ValueError, ("experts", "residual must be [T=3, H=6]", "H=5")),
-    "experts-eps": (lambda: experts(eps=-0.5), ValueError, ("experts", "eps must not be negative", "-0.5")),
+    "experts-eps": (lambda: experts(eps=-0.5), ValueError, ("experts", "eps must be finite and not negative", "-0.5")),
     "experts-normed_out-alone": (
         lambda: experts(normed_out=rand(T, H)), ValueError, ("experts", "normed_out must come with norm_weight")),
     "experts-out-shape": (lambda: experts(out=rand(T, I)), ValueError, ("experts", "out must be [T=3, H=6]", "H=5")),
@@ -406,11 +429,11 @@ ROWS = {
     # moe: the rules of gate and experts, whichever of the three names the message gives
     "moe-router-H": (lambda: moe(router=rand(E, I)), ValueError, ("must be [E, H=6]", "H=5")),
     "moe-top_k": (lambda: moe(routing=Routing(5)), ValueError, ("top_k must not exceed E=4", "5")),
-    "moe-eps": (lambda: moe(eps=-1.0), ValueError, ("eps must not be negative", "-1.0")),
+    "moe-eps": (lambda: moe(eps=-1.0), ValueError, ("eps must be finite and not negative", "-1.0")),
     "moe-down": (lambda: moe(down=rand(E, I, I)), ValueError, ("down must be [E, H=6, I]", "H=5")),
     "moe-gate_up": (lambda: moe(gate_up=rand(E, 9, H)), ValueError, ("gate_up must be", "2I=9")),
     "moe-activation": (lambda: moe(activation="swish"), ValueError, (*ACTIVATION_KINDS, "'swish'")),
-    "moe-next_eps": (lambda: moe(next_eps=-1.0), ValueError, ("eps must not be negative", "-1.0")),
+    "moe-next_eps": (lambda: moe(next_eps=-1.0), ValueError, ("eps must be finite and not negative", "-1.0")),
     "moe-residual": (lambda: moe(residual=rand(T, I)), ValueError, ("residual must be [T=3, H=6]", "H=5")),
     "moe-out-grad": (lambda: moe(down=rand(E, H, I).requires_grad_(), out=OUTPUT), ValueError, ("no gradients",)),
     "moe-backend": (lambda: moe(backend="tpu"), ValueError, ("backend", *ALL_BACKENDS, "'tpu'")),
@@ -464,11 +487,55 @@ def test_kernels_are_watched(no_kernel):
     no_kernel.clear()
 
 
-def test_a_plan_for_other_tokens_is_refused():
-    """A plan made by hand with the wrong lengths does not reach a kernel."""
-    wrong = Plan(PLAN.counts, PLAN.offsets, PLAN.order[:5], PLAN.inverse[:5], PLAN.top_k)
-    with pytest.raises(ValueError, match="experts: plan must fit 6"):
-        experts(plan=wrong)
+@pytest.mark.parametrize(
+    ("changes", "exception", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k must be at least 1"),
+        ({"top_k": 4}, ValueError, "divide the 6 assignments"),
+        ({"top_k": 2.0}, TypeError, "top_k must be an int"),
+        ({"order": PLAN.order.long()}, TypeError, "order must be an int32 tensor"),
+        ({"counts": PLAN.counts.tolist()}, TypeError, "counts must be an int32 tensor"),
+        ({"inverse": PLAN.inverse[:5]}, ValueError, "S = 6"),
+        ({"offsets": PLAN.offsets[1:]}, ValueError, "E + 1 = 5"),
+        ({"counts": PLAN.counts.view(2, 2)}, ValueError, "one dimension"),
+        ({"offsets": meta(E + 1, dtype=torch.int32)}, ValueError, "on cpu like order"),
+        ({"offsets": PLAN.offsets + 1}, ValueError, "running sum"),
+        ({"offsets": PLAN.offsets * 100, "counts": PLAN.counts * 100}, ValueError, "at most S=6"),
+        ({"counts": -PLAN.counts, "offsets": -PLAN.offsets}, ValueError, "running sum"),
+        ({"order": PLAN.order + 10**6}, ValueError, "order must hold 0 to 5"),
+        ({"order": PLAN.order - 1}, ValueError, "order must hold 0 to 5"),
+        ({"order": torch.zeros_like(PLAN.order)}, ValueError, "order must hold 0 to 5"),
+        ({"inverse": PLAN.inverse.flip(0)}, ValueError, "inverse undo it"),
+    ],
+)
+def test_a_plan_made_by_hand_is_checked(changes, exception, message):
+    with pytest.raises(exception, match=re.escape(message)):
+        dataclasses.replace(PLAN, **changes)
+    assert dataclasses.replace(PLAN, order=PLAN.order.clone()).num_experts == E
+
+
+@pytest.mark.parametrize("backend", cases.runnable(), ids=lambda pair: pair[0])
+def test_a_plan_of_other_ids_is_refused(backend):
+    """The same sizes, another expert or none: what the plan leaves out would be memory nobody wrote."""
+    if backend[1] != "cpu":
+        pytest.skip("a GPU would have to wait")
+    for other in (ids_of() + 1, torch.full_like(ids_of(), E), ids_of().flip(1)):
+        with pytest.raises(ValueError, match="experts: plan must be that of ids"):
+            experts(plan=moefuse.plan(other, E), backend=backend[0])
+    experts(ids=ids_of() - 1, plan=moefuse.plan(ids_of() - 1, E), backend=backend[0])
+
+
+def test_a_plan_changed_after_it_was_checked_leads_nowhere():
+    """The CPU's kernels look again, for a few nanoseconds a row: a bad index must not become an address."""
+    plan = moefuse.plan(ids_of(), E)
+    plan.order[2] = 10**9
+    for call in (linear, outer):
+        with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
+            call(plan=plan, backend="cpu")
+    plan = moefuse.plan(ids_of(), E)
+    plan.offsets[-1] = 10**6
+    with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
+        linear(plan=plan, backend="cpu")
 
 
 def test_routing_and_activation_are_frozen():

@@ -417,3 +417,47 @@ def test_overflow_in_a_gradient_is_seen(target, rng, value):
     d_logits = torch.autograd.grad(weights, logits, seed)[0]
     assert not d_logits[0].isfinite().all()
     assert d_logits[1].isfinite().all()
+
+
+FAR = {
+    "sigmoid": [-99.0, -100.0, -101.5, -300.0],
+    "sqrtsoftplus": [-95.0, -96.0, -170.0, -400.0],
+    "softmax": [0.0, -95.0, -96.0, -97.5],
+}
+
+
+@pytest.mark.parametrize("score", FAR)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_scores_below_float32_keep_their_shares(target, score, after):
+    """Scores that float32 has no number for, or few digits, still have their exact share of a sum."""
+    backend, device = target
+    logits = torch.tensor([FAR[score], FAR[score][::-1]])
+    scale = torch.tensor([1.0, 2.0, 0.5, 1.0])
+    if score == "softmax":  # the foremost out of the way
+        scale = torch.where(logits[0] == 0, 0.0, scale)
+    rule = Routing(
+        4, score=score, norm_floor=0.0, renormalize=not after, renormalize_after_scale=after or score == "softmax"
+    )
+    given = (logits.to(device), rule)
+    weights, ids = moefuse.route(*given, per_expert_scale=scale.to(device), backend=backend)
+    want, want_ids = oracle.route(logits, rule, None, scale)
+    assert ids.tolist() == want_ids.tolist()
+    assert_close(weights.cpu(), want, F32)
+    leaf = logits.clone().to(device).requires_grad_()
+    moefuse.route(leaf, rule, per_expert_scale=scale.to(device), backend=backend)[0][:, 1].sum().backward()
+    wide = logits.double().requires_grad_()
+    moefuse.route(wide, rule, per_expert_scale=scale.double(), backend="reference")[0][:, 1].sum().backward()
+    assert_close(leaf.grad.cpu(), wide.grad, oracle.GRADIENT)
+
+
+def test_a_sum_of_zero_gives_weights_of_zero(target):
+    """Nothing to divide by is no NaN, whatever the floor."""
+    backend, device = target
+    logits = torch.full((1, 4), -3e4, device=device)
+    for rule in (
+        Routing(2, score="sigmoid", norm_floor=0.0),
+        Routing(2, score="sigmoid", renormalize_after_scale=True),
+    ):
+        weights, ids = moefuse.route(logits, rule, backend=backend)
+        assert weights.tolist() == [[0.0, 0.0]]
+        assert ids.tolist() == [[0, 1]]

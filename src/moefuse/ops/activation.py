@@ -115,13 +115,14 @@ def _silu_slope(g: Tensor) -> Tensor:
 
 def _gelu_tanh(g: Tensor) -> Tensor:
     g = g.clamp(min=_LOWEST)
-    return 0.5 * g * (1 + torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3)))
+    # 0.5 (1 + tanh u) is sigmoid(2u), which loses nothing in the negative tail
+    return g * torch.sigmoid(2 * _SQRT_2_OVER_PI * (g + 0.044715 * g**3))
 
 
 def _gelu_tanh_slope(g: Tensor) -> Tensor:
     g = g.clamp(_LOWEST, -_LOWEST)
-    t = torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3))
-    return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * g * g)
+    s = torch.sigmoid(2 * _SQRT_2_OVER_PI * (g + 0.044715 * g**3))
+    return s + g * s * (1 - s) * 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * g * g)
 
 
 def _gelu(g: Tensor) -> Tensor:

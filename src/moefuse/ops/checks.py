@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse.quant.tensor import QuantTensor
+from moefuse.types import check_number
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -79,10 +80,7 @@ def check_float64(op: str, tensors: dict[str, Tensor | None]) -> None:
 
 
 def check_eps(op: str, name: str, eps: Any) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(eps).__name__}")
-    if not eps >= 0:
-        raise ValueError(f"{op}: {name} must not be negative, got {eps}")
+    check_number(op, name, eps, 0.0, "finite and not negative")
 
 
 def check_instance(op: str, name: str, value: Any, kind: type) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moefuse.ops.checks import check_eps, check_float64, check_optional, check_tensor, widen
 from moefuse.ops.gate import norm_backward
 from moefuse.ops.library import define, refuse_second_order
+from moefuse.ops.memory import check_outputs, has_values
 from moefuse.ops.select import inherit, select
 
 TAIL_SCHEMA = (
@@ -26,6 +27,9 @@ class Tail(NamedTuple):
     residual: Tensor | None
     norm_weight: Tensor | None
     eps: float
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {name: value for name, value in self._asdict().items() if name != "eps"}
 
 
 def combine(
@@ -53,14 +57,15 @@ def combine(
     Args:
         y: expert outputs ``[S, H]`` in slot order, or expert-major with ``inverse``.
         weights: ``[T, top_k]``.
-        inverse: the plan's, ``[S]`` int32.
+        inverse: the plan's, ``[S]`` int32: each row of y once. On the CPU another is refused; on a GPU, where looking
+            would stall it, a slot that points outside y adds nothing.
         shared: shared-expert output ``[T, H]``, weighted by ``shared_gate`` ``[T]``, by ``sigmoid(shared_logit)``
             with ``shared_logit`` ``[T]``, or by 1.
         residual: ``[T, H]``.
         norm_weight: ``[H]``; adds the normed result.
         eps: added to the mean square.
-        out: where to write; may be ``residual`` itself. Any floating type. No gradients then.
-        normed_out: where to write the normed result.
+        out: where to write; may be ``residual`` or ``shared`` itself. Any floating type. No gradients then.
+        normed_out: where to write the normed result; likewise.
         backend: see `moefuse.ops.select`.
 
     Returns:
@@ -72,13 +77,14 @@ def combine(
     tensor([[106.5000, 109.0000]])
     """
     check(y, weights, inverse)
+    check_inverse(inverse)
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
     check_tail("combine", tail, weights.shape[0], y)
     if out is None and normed_out is None:
         summed, normed = _combine(y, weights, inverse, *tail, backend)
         return summed if norm_weight is None else (summed, normed)
-    inputs = (y, weights, *tail[:5])
-    out, normed_out = prepare_out("combine", tail, weights.shape[0], y, out, normed_out, inputs)
+    tensors = {"y": y, "weights": weights, "inverse": inverse, **tail.tensors(), "out": out, "normed_out": normed_out}
+    out, normed_out = prepare_out("combine", tail, weights.shape[0], y, tensors)
     _combine_out(y, weights, inverse, *tail, out, normed_out, backend)
     return out if normed_out is None else (out, normed_out)
 
@@ -96,6 +102,16 @@ def check(y: Any, weights: Any, inverse: Any) -> None:
     check_float64("combine", {"y": y, "weights": weights})
 
 
+def check_inverse(inverse: Tensor | None) -> None:
+    """Each row once, where that can be seen without waiting for a device."""
+    if inverse is None or inverse.device.type != "cpu" or not has_values(inverse):
+        return
+    S = inverse.shape[0]
+    seen = torch.zeros(S, dtype=torch.bool)
+    if S and (int(inverse.min()) < 0 or int(inverse.max()) >= S or not seen.index_fill_(0, inverse.long(), True).all()):
+        raise ValueError(f"combine: inverse must hold each of 0 to {S - 1} once, got others")
+
+
 def check_tail(op: str, tail: Tail, T: int, like: Tensor) -> None:
     """Everything that may follow the weighted sum of T tokens; ``like`` is ``[.., H]``."""
     rows, H = {"T": T}, like.shape[-1]
@@ -110,7 +126,7 @@ def check_tail(op: str, tail: Tail, T: int, like: Tensor) -> None:
     check_optional(op, "residual", tail.residual, {"T": T, "H": H}, like)
     check_optional(op, "norm_weight", tail.norm_weight, {"H": H}, like)
     check_eps(op, "eps", tail.eps)
-    check_float64(op, {"y": like, **{k: v for k, v in tail._asdict().items() if k != "eps"}})
+    check_float64(op, {"y": like, **tail.tensors()})
 
 
 def out_dtype(tail: Tail, like: Tensor) -> torch.dtype:
@@ -118,9 +134,10 @@ def out_dtype(tail: Tail, like: Tensor) -> torch.dtype:
 
 
 def prepare_out(
-    op: str, tail: Tail, T: int, like: Tensor, out: Any, normed_out: Any, inputs: tuple[Tensor | None, ...]
+    op: str, tail: Tail, T: int, like: Tensor, tensors: dict[str, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the given outputs and allocate the one that was not."""
+    """Check the given outputs among a call's tensors and allocate the one that was not given."""
+    out, normed_out = tensors["out"], tensors["normed_out"]
     rows: dict[str, int | None] = {"T": T, "H": like.shape[-1]}
     if normed_out is not None and tail.norm_weight is None:
         raise ValueError(f"{op}: normed_out must come with norm_weight, got no norm_weight")
@@ -132,9 +149,9 @@ def prepare_out(
             raise ValueError(f"{op}: {name} must be contiguous, got strides {list(value.stride())}")
         if (value.dtype == torch.float64) != (like.dtype == torch.float64):
             raise TypeError(f"{op}: float64 must not be mixed with narrower types, got {name} {value.dtype}")
-    given = (*inputs, out, normed_out)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
         raise ValueError(f"{op}: out= has no gradients; call under torch.no_grad() or without out")
+    check_outputs(op, tensors)
     return fresh_out(tail, T, like, out, normed_out)
 
 

@@ -22,6 +22,7 @@ from moefuse.ops.combine import Tail, check_tail, combine, combine_reference, fr
 from moefuse.ops.experts_training import EXPERTS_SCHEMA, experts_saving, mask
 from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
 from moefuse.ops.library import define
+from moefuse.ops.memory import check_outputs, has_values
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
 from moefuse.ops.select import select
@@ -29,6 +30,10 @@ from moefuse.quant.tensor import QuantTensor, unwrap, wrap
 from moefuse.types import MAX_EXPERTS, Activation, Plan
 
 Weight = Tensor | QuantTensor
+_TENSORS = (
+    "x", "ids", "weights", "gate_up", "up", "down", "gate_up_bias", "down_bias", "shared", "shared_gate",
+    "shared_logit", "residual", "norm_weight", "out", "normed_out",
+)  # fmt: skip
 
 
 def experts(
@@ -66,8 +71,10 @@ def experts(
         gate_up_bias: ``[E, 2I]`` in ``layout`` (halves when gate and up come apart), or ``[E, I]`` when ungated.
         down_bias: ``[E, H]``.
         layout: how gate and up rows stand in ``gate_up``: "halves" or "interleaved".
-        plan: from `plan`, where it is at hand already.
-        shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out: the tail, as in `combine`.
+        plan: that of these ids, where it is at hand already. On the CPU another is refused; on a GPU, where looking
+            would stall it, a slot counts where both ids and plan have an expert for it, which is the plan's.
+        shared, shared_gate, shared_logit, residual, norm_weight, eps: the tail, as in `combine`.
+        out, normed_out: where to write, as in `combine`; may be x itself too.
         backend: see `moefuse.ops.select`.
 
     Returns:
@@ -88,6 +95,8 @@ def experts(
     facts = ("experts", specs, backend, activation, layout, eps, type(eps))
     call = replay.sight(facts, tensors) if plan is None else None
     if call is not None and call.known is not None:
+        if out is not None or normed_out is not None:
+            check_outputs("experts", dict(zip(_TENSORS, tensors, strict=True)))
         again: Tensor | tuple[Tensor, Tensor] = replay.repeat(run, call, tensors)
         return again
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
@@ -95,12 +104,12 @@ def experts(
     check_stacks("experts", x, first, up, down, activation, gate_up_bias, down_bias, layout)
     check("experts", x, ids, weights, down.shape[0], plan)
     check_tail("experts", tail, x.shape[0], x)
-    inputs = (x, weights, *stacks, gate_up_bias, down_bias, *tail[:5])
     tracked = False
     if out is None and normed_out is None:
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     else:
-        out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
+        named = dict(zip(_TENSORS, tensors, strict=True))
+        out, normed_out = prepare_out("experts", tail, x.shape[0], x, named)
     if tracked:
         if not torch.compiler.is_compiling():
             select("experts", x, backend, specs)  # an explicit choice that cannot run is refused in this op's name
@@ -166,6 +175,11 @@ def check(op: str, x: Any, ids: Any, weights: Any, num_experts: int, plan: Any) 
             raise ValueError(f"{op}: plan must fit {ids.numel()} assignments of {num_experts} experts, got {got}")
         if plan.order.device != x.device:
             raise ValueError(f"{op}: plan must be on {x.device} like the rest, got {plan.order.device}")
+        if x.device.type == "cpu" and has_values(ids, plan.offsets, plan.inverse):
+            wanted = ids.flatten().masked_fill(((ids < 0) | (ids >= num_experts)).flatten(), num_experts)
+            planned = torch.searchsorted(plan.offsets[1:].contiguous(), plan.inverse, right=True)
+            if not torch.equal(planned, wanted.long()):
+                raise ValueError(f"{op}: plan must be that of ids, got one that sends a token to another expert")
 
 
 def check_stacks(

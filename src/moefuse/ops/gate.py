@@ -19,7 +19,7 @@ from moefuse.ops.route import (
     routing_of,
 )
 from moefuse.ops.select import inherit, select
-from moefuse.types import Routing
+from moefuse.types import Routing, check_flag
 
 
 def gate(
@@ -60,6 +60,7 @@ def gate(
     >>> ids.tolist(), weights.tolist()
     ([[1]], [[1.0]])
     """
+    check_flag("gate", "return_normed", return_normed)
     wanted = return_normed and norm_weight is not None
     tensors = (x, weight, norm_weight, bias, logit_bias, per_expert_scale)
     call = replay.sight(("gate", (), backend, routing, eps, type(eps), wanted), tensors)

@@ -12,7 +12,7 @@ from moefuse.ops.checks import check_float64, check_instance, check_optional, ch
 from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
 from moefuse.quant.tensor import QuantTensor, unwrap, wrap
-from moefuse.types import Plan
+from moefuse.types import Plan, check_flag
 
 
 def grouped_linear(
@@ -49,7 +49,7 @@ def grouped_linear(
     tensor([[20.],
             [ 3.]])
     """
-    check(x, weight, plan, gather, bias)
+    check(x, weight, plan, gather, scatter, bias)
     stack, spec = unwrap(weight)
     y: Tensor = _grouped_linear(x, stack, bias, plan.offsets, plan.order, gather, scatter, spec, backend)
     return y
@@ -78,15 +78,17 @@ def grouped_outer(
     <BLANKLINE>
             [[ 0.]]])
     """
-    check_instance("grouped_outer", "plan", plan, Plan)
+    _check_rows("grouped_outer", x, plan, gather, scatter)
     check_tensor("grouped_outer", "grad", grad, {"S": plan.assignments, "N": None})
-    _check_rows("grouped_outer", x, plan, gather)
     check_tensor("grouped_outer", "x", x, {"rows": None, "K": None}, dtypes=(grad.dtype,), like=grad)
     d_weight: Tensor = _grouped_outer(grad, x, plan.offsets, plan.order, gather, scatter, backend)
     return d_weight
 
 
-def _check_rows(op: str, x: Any, plan: Plan, gather: bool) -> None:
+def _check_rows(op: str, x: Any, plan: Any, gather: Any, scatter: Any) -> None:
+    check_instance(op, "plan", plan, Plan)
+    check_flag(op, "gather", gather)
+    check_flag(op, "scatter", scatter)
     check_tensor(op, "x", x, {"rows": None, "K": None}, like=plan.order)
     S = plan.assignments
     valid = (S // plan.top_k, S) if gather else (S,)
@@ -94,9 +96,8 @@ def _check_rows(op: str, x: Any, plan: Plan, gather: bool) -> None:
         raise ValueError(f"{op}: x must have {' or '.join(map(str, valid))} rows for this plan, got {x.shape[0]}")
 
 
-def check(x: Any, weight: Any, plan: Any, gather: bool, bias: Any) -> None:
-    check_instance("grouped_linear", "plan", plan, Plan)
-    _check_rows("grouped_linear", x, plan, gather)
+def check(x: Any, weight: Any, plan: Any, gather: Any, scatter: Any, bias: Any) -> None:
+    _check_rows("grouped_linear", x, plan, gather, scatter)
     stack = {"E": plan.num_experts, "N": None, "K": x.shape[1]}
     check_weight("grouped_linear", "weight", weight, stack, x)
     check_optional("grouped_linear", "bias", bias, {"E": plan.num_experts, "N": weight.shape[1]}, x)

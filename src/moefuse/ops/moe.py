@@ -12,8 +12,14 @@ from moefuse.ops.activation import check_activation
 from moefuse.ops.combine import Tail, check_tail, prepare_out
 from moefuse.ops.experts import Weight, apart, check_stacks, experts, unwrap_all
 from moefuse.ops.gate import gate
+from moefuse.ops.memory import check_outputs
 from moefuse.ops.select import select
 from moefuse.types import Activation, Routing
+
+_TENSORS = (
+    "x", "router", "norm_weight", "bias", "logit_bias", "per_expert_scale", "gate_up", "up", "down", "gate_up_bias",
+    "down_bias", "shared", "shared_gate", "shared_logit", "residual", "next_norm_weight", "out", "normed_out",
+)  # fmt: skip
 
 
 def moe(
@@ -50,7 +56,7 @@ def moe(
         gate_up, down, activation, gate_up_bias, down_bias, layout: the experts, as in `experts`.
         routing, norm_weight, eps, bias, logit_bias, per_expert_scale: the router, as in `gate`. With ``norm_weight``
             the experts, too, see the normed x.
-        shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `combine`.
+        shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `experts`.
         next_norm_weight, next_eps: the tail's norm.
         backend: see `moefuse.ops.select`.
 
@@ -74,6 +80,8 @@ def moe(
     facts = ("experts", specs, backend, activation, layout, next_eps, type(next_eps), routing, eps, type(eps))
     call = replay.sight(facts, tensors)
     if call is not None and call.known is not None:
+        if out is not None or normed_out is not None:
+            check_outputs("moe", dict(zip(_TENSORS, tensors, strict=True)))
         again: Tensor | tuple[Tensor, Tensor] = replay.repeat(_run, call, tensors)
         return again
     tail = Tail(shared, shared_gate, shared_logit, residual, next_norm_weight, next_eps)
@@ -81,8 +89,8 @@ def moe(
     check_stacks("moe", x, first, up, down, check_activation("moe", activation), gate_up_bias, down_bias, layout)
     check_tail("moe", tail, x.shape[0], x)
     if out is not None or normed_out is not None:
-        inputs = (x, router, norm_weight, per_expert_scale, *stacks, gate_up_bias, down_bias, *tail[:5])
-        out, normed_out = prepare_out("moe", tail, x.shape[0], x, out, normed_out, inputs)
+        named = dict(zip(_TENSORS, tensors, strict=True))
+        out, normed_out = prepare_out("moe", tail, x.shape[0], x, named)
     weights, ids, normed = gate(
         x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
         per_expert_scale=per_expert_scale, return_normed=True, backend=backend,

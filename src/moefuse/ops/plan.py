@@ -33,7 +33,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
     """
     check(ids, num_experts)
     counts, offsets, order, inverse = _plan(ids, num_experts, backend)
-    return Plan(counts, offsets, order, inverse, ids.shape[1])
+    return Plan(counts, offsets, order, inverse, ids.shape[1], trusted=True)
 
 
 def check(ids: Any, num_experts: Any) -> None:

@@ -63,6 +63,8 @@ def sight(facts: tuple[Any, ...], tensors: tuple[Any, ...]) -> Sight | None:
         return None
     if not given or (torch.is_grad_enabled() and True in [t.requires_grad for t in given]):
         return None
+    if True in [t.is_neg() for t in given]:  # a view's sign is no part of its layout
+        return None
     try:
         addresses = [t.data_ptr() for t in given]
         device = given[0].device

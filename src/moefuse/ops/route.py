@@ -85,18 +85,28 @@ def check(op: str, logits: Any, routing: Any, bias: Any, per_expert_scale: Any) 
         check_float64(op, {"logits": logits, "bias": bias, "per_expert_scale": per_expert_scale})
 
 
+def _exactly(logits: Tensor) -> Tensor:
+    """In the type that scores are made in, float64 where the device has it cheaply.
+
+    There a score that float32 has no number for still has its share of a sum, and equal logits tie: torch rounds the
+    last few of a tensor otherwise than the rest, which in float64 is far below what is kept.
+    """
+    return logits.double() if logits.device.type == "cpu" else logits
+
+
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
-    if logits.device.type == "cpu" and logits.dtype != torch.float64:
-        # Equal logits must tie. torch rounds the last few of a tensor otherwise than the rest; in float64 that is far
-        # below what is kept.
-        return _scores(logits.double(), routing).to(logits.dtype)
     if routing.softcap is not None:
         capped = routing.softcap * torch.tanh(logits / routing.softcap)
         # A masked expert stays masked: it has no part in the softmax either.
         logits = capped.masked_fill(logits == -torch.inf, -torch.inf)
     if routing.score == "softmax":
         return torch.softmax(logits, dim=-1)
-    return torch.sigmoid(logits) if routing.score == "sigmoid" else F.softplus(logits).sqrt()
+    if routing.score == "sigmoid":
+        return torch.sigmoid(logits)
+    if routing.score == "sqrtsoftplus":
+        # softplus is e**x down there, and its root is taken before it underflows
+        return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
+    raise ValueError(f"route: no rule for score {routing.score!r}")
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -121,7 +131,8 @@ def route_reference(
     logits = widen(logits)
     failed = (logits.isnan() | (logits == torch.inf)).any(-1, keepdim=True)
     candidate = (logits > -torch.inf) & ~failed
-    scores = _scores(logits, routing)
+    exact = _scores(_exactly(logits), routing)
+    scores = exact.to(logits.dtype)
     # Every score rises with its logit, so without a bias the logit decides: ids do not hang on how exp rounds.
     key, biased = logits, scores
     if bias is not None:
@@ -133,9 +144,9 @@ def route_reference(
     ranked = torch.sort(key.masked_fill(~candidate, -torch.inf), dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : routing.top_k]
     live = candidate.gather(1, ids)
-    selected = scores.gather(1, ids).masked_fill(~live, 0)
+    selected = exact.gather(1, ids).masked_fill(~live, 0)
     weights = _weigh(selected, _scale_of(ids, per_expert_scale, routing), routing)[-1]
-    weights = weights.masked_fill(~live, 0)
+    weights = weights.masked_fill(~live, 0).to(logits.dtype)
     return weights, ids.masked_fill(~live, E).to(torch.int32)
 
 
@@ -146,10 +157,10 @@ def _scale_of(ids: Tensor, per_expert_scale: Tensor | None, routing: Routing) ->
 
 
 def _divisor(values: Tensor, floor: float | None) -> tuple[Tensor, Tensor]:
-    """The sum to divide by, and where it is the true one: held up by ``floor``, or without one 1 in place of 0."""
+    """The sum to divide by, and where it is the true one: held up by ``floor``, and 1 in place of 0."""
     total = values.sum(-1, keepdim=True)
     true = total != 0 if floor is None else total > floor
-    return torch.where(true, total, 1.0 if floor is None else floor), true
+    return torch.where(true, total, floor or 1.0), true
 
 
 def _weigh(selected: Tensor, scale: Tensor | float, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,14 +183,14 @@ def route_backward_reference(
     E = logits.shape[1]
     live = ids < E
     slots = ids.long().clamp(max=E - 1)
-    raw = widen(logits)
+    raw = _exactly(widen(logits))
     finite = raw.masked_fill(~raw.isfinite(), -torch.inf)
     scores = _scores(finite, routing)
     selected = scores.gather(1, slots).masked_fill(~live, 0)
     scale = _scale_of(slots, per_expert_scale, routing)
     shares, scaled, _ = _weigh(selected, scale, routing)
 
-    grad = widen(grad).masked_fill(~live, 0)
+    grad = grad.to(scores.dtype).masked_fill(~live, 0)
     if routing.renormalize_after_scale:
         grad = _through_divisor(grad, scaled, None)
     d_scale = logits.new_zeros(0)
@@ -198,10 +209,12 @@ def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Ro
         d_logits = scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
     elif routing.score == "sigmoid":
         d_logits = d_scores * scores * (1 - scores)
-    else:
+    elif routing.score == "sqrtsoftplus":
         capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
         # A score that underflowed to zero has no slope left.
         d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
+    else:
+        raise ValueError(f"route: no rule for score {routing.score!r}")
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)

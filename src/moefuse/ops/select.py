@@ -17,6 +17,7 @@ import torch
 
 from moefuse import backends, config
 from moefuse.backends import REFERENCE
+from moefuse.ops.memory import settled
 from moefuse.quant.tensor import format_in
 
 _log = logging.getLogger("moefuse")
@@ -76,7 +77,7 @@ def _resolve(
         reason = _rejection(row, op, device, dtype, specs, explicit is not None)
         if reason is None:
             decisions.append(Decision(row.name, True, f"takes {device} tensors" if explicit is None else source))
-            return Selection(op, device, row.name, row.load().OPS[op], tuple(decisions))
+            return Selection(op, device, row.name, settled(op, row.load().OPS[op]), tuple(decisions))
         if explicit is not None:
             raise ValueError(f"{op}: backend {explicit!r} ({source}) cannot run this call: {reason}")
         decisions.append(Decision(row.name, False, reason))

@@ -1,11 +1,13 @@
 """One table of cases for the tests, the benchmark and ``moefuse check``.
 
 A case makes the arguments of a public op. `run` calls the op on a backend, with poisoned memory, and compares every
-result with the float64 reference on the same inputs, and every gradient where the op has one.
+result with the float64 reference on the same inputs, and every gradient where the op has one. Each case also has
+strange forms: one of its tensors lies in memory as a user's may, see `moefuse.testing.strange`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from moefuse.quant.tensor import QuantTensor, format_in
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
 from moefuse.testing.poison import poisoned
 from moefuse.testing.random_blocks import random_blocks
+from moefuse.testing.strange import FORMS
 from moefuse.types import Activation, Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,6 +119,68 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Strange:
+    """Which tensor of a case lies strangely: the ``index``-th of an argument (a tuple, a plan), or every gradient of a
+    result where the argument is `GRADIENT`."""
+
+    argument: str
+    index: int
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}[{self.index}] {self.form}"
+
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with that tensor in its form."""
+        if self.argument == GRADIENT:
+            return inputs
+        counter = itertools.count()
+        changed = map_tensors(
+            inputs[self.argument], lambda t: FORMS[self.form](t) if next(counter) == self.index else t
+        )
+        return {**inputs, self.argument: changed}
+
+
+#: stands for what `Strange` calls an argument: the gradients that a backward pass begins with
+GRADIENT = "gradient"
+# Where equal values would make ties that float32 may decide otherwise than float64, or no permutation.
+_NEVER_EXPANDED = {
+    "gate": ("weight", "norm_weight", "logit_bias"),
+    "moe": ("router", "norm_weight"),
+    "combine": ("inverse",),
+    "grouped_linear": ("plan",),
+    "grouped_outer": ("plan",),
+}
+
+
+def strange_forms(case: Case) -> Iterator[Strange]:
+    """Every tensor of a case in every form it can have."""
+    for argument, value in case.inputs(0, torch.float32).items():
+        found: list[Tensor] = []
+        map_tensors(value, lambda t, found=found: found.append(t) or t)  # type: ignore[misc]
+        for index, t in enumerate(found):
+            for form in FORMS:
+                # Blocks follow each other without gaps, and bytes have no sign.
+                blocks = t.dtype == torch.uint8 and form not in ("expanded", "offset")
+                ties = form == "expanded" and argument in _NEVER_EXPANDED.get(case.op, ())
+                if not blocks and not ties and not (form == "transposed" and t.dim() < 2):
+                    yield Strange(argument, index, form)
+    if case.gradients:
+        yield from (Strange(GRADIENT, 0, form) for form in FORMS)
+
+
+def strange_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Strange]]:
+    """Every form of every tensor that the ops of these cases take, each on the first case that has it."""
+    seen: set[tuple[str, bool, Strange]] = set()
+    for case in cases:
+        for strange in strange_forms(case):
+            key = (case.op, bool(case.specs), strange)
+            if key not in seen and (not case.specs or strange.argument in ("weight", "gate_up", "down")):
+                seen.add(key)
+                yield case, strange
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of a case: errors per result, and whether all are within bounds."""
 
@@ -126,6 +191,7 @@ class Outcome:
     seed: int
     errors: dict[str, Difference]
     failures: dict[str, str]
+    strange: Strange | None = None
 
     @property
     def passed(self) -> bool:
@@ -136,6 +202,7 @@ class Outcome:
         made = self.case.inputs(self.seed, self.dtype)
         lines = [f"{self.case.id} on {self.backend} ({self.device}), {_short(self.dtype)}, seed {self.seed}"]
         lines += [f"  covers: {self.case.why}"]
+        lines += [f"  strange: {self.strange}"] if self.strange else []
         lines += [f"  input {name}: {_describe(value)}" for name, value in made.items() if value is not None]
         lines += [f"  {name}: {failure}" for name, failure in self.failures.items()]
         return "\n".join(lines)
@@ -227,23 +294,25 @@ def _differentiable(results: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _with_gradients(
-    op: str, inputs: dict[str, Any], backend: str, seeds: list[Tensor] | None
+    op: str, inputs: dict[str, Any], backend: str, seeds: list[Tensor] | None, form: str | None = None
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients of every floating input for a random (or the given) gradient of every result."""
+    """Gradients of every floating input for a random (or the given) gradient of every result, in a strange form."""
     inputs = {name: map_tensors(value, _leaf) for name, value in inputs.items()}
     outputs = _differentiable(_call(op, inputs, backend))
     if seeds is None:
         rng = torch.Generator().manual_seed(1)
         seeds = [torch.randn(t.shape, generator=rng).to(t) for t in outputs]
     leaves = _leaves(inputs)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), [s.to(t) for s, t in zip(seeds, outputs, strict=True)],
-                                allow_unused=True)  # fmt: skip
+    given = [s.to(t) for s, t in zip(seeds, outputs, strict=True)]
+    if form is not None:
+        given = [FORMS[form](t) for t in given]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
     named = zip(leaves, grads, strict=True)
     return {f"gradient of {name}": grad for name, grad in named if grad is not None}, seeds
 
 
 def _leaf(t: Tensor) -> Tensor:
-    return t.detach().clone(memory_format=torch.preserve_format).requires_grad_() if t.is_floating_point() else t
+    return t.detach().requires_grad_() if t.is_floating_point() else t
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -270,19 +339,31 @@ def tolerance_of(
     return _CHAINED if dtype == torch.float32 and op in ("experts", "moe") else _TOLERANCE[dtype]
 
 
-def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int, *, gradients: bool = True) -> Outcome:
+def run(
+    case: Case,
+    dtype: torch.dtype,
+    backend: str,
+    device: str,
+    seed: int,
+    *,
+    gradients: bool = True,
+    strange: Strange | None = None,
+) -> Outcome:
     """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone."""
     made = case.inputs(seed, dtype)
     here = {name: map_tensors(value, lambda t: t.to(device)) for name, value in made.items()}
+    if strange is not None:
+        made, here = strange.change(made), strange.change(here)
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
     want = _call(case.op, wide, backends.REFERENCE)
     with poisoned():
         got = _call(case.op, here, backend)
     if gradients and case.gradients and dtype == torch.float32:
-        goal, seeds = _with_gradients(case.op, wide, backends.REFERENCE, None)
+        form = strange.form if strange is not None and strange.argument == GRADIENT else None
+        goal, seeds = _with_gradients(case.op, wide, backends.REFERENCE, None, form)
         want |= goal
         with poisoned():
-            got |= _with_gradients(case.op, here, backend, [s.to(device) for s in seeds])[0]
+            got |= _with_gradients(case.op, here, backend, [s.to(device) for s in seeds], form)[0]
     errors, failures = {}, {}
     for name, value in want.items():
         if name not in got:
@@ -295,7 +376,7 @@ def run(case: Case, dtype: torch.dtype, backend: str, device: str, seed: int, *,
                 f"worst {errors[name].worst:.3g} (at most {bound.worst:g}), rms {errors[name].rms:.3g} "
                 f"(at most {bound.rms:g}); {errors[name].where}"
             )
-    return Outcome(case, dtype, backend, device, seed, errors, failures)
+    return Outcome(case, dtype, backend, device, seed, errors, failures, strange)
 
 
 def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) -> Iterator[Callable[[], Outcome]]:
@@ -509,7 +590,7 @@ _F32 = (torch.float32,)
 CASES: tuple[Case, ...] = (
     Case("route", "qwen3", "128 experts, 8 of them, renormalised", _logits(9, 128, Routing(top_k=8))),
     Case("route", "one_token", "T=1", _logits(1, 64, Routing(top_k=6, renormalize=False))),
-    Case("route", "no_token", "T=0", _logits(0, 8, Routing(top_k=2)), gradients=False),
+    Case("route", "no_token", "T=0", _logits(0, 8, Routing(top_k=2), scale=True)),
     Case("route", "one_expert", "E=1", _logits(5, 1, Routing(top_k=1))),
     Case("route", "all_experts", "top_k=E", _logits(5, 7, Routing(top_k=7))),
     Case("route", "e60", "E not a power of two, below a warp pair", _logits(6, 60, Routing(top_k=4))),
@@ -529,7 +610,7 @@ CASES: tuple[Case, ...] = (
     Case("gate", "norm", "RMSNorm and the normed x", _gate(9, 60, 96, Routing(top_k=4), norm=True)),
     Case("gate", "one_token", "T=1, odd H", _gate(1, 128, 67, Routing(top_k=8), norm=True)),
     Case("gate", "many", "more tokens than one launch takes on a GPU", _gate(40, 24, 96, Routing(top_k=4), norm=True)),
-    Case("gate", "no_token", "T=0", _gate(0, 8, 16, Routing(top_k=2), norm=True), gradients=False),
+    Case("gate", "no_token", "T=0", _gate(0, 8, 16, Routing(top_k=2), norm=True, logit_bias=True, scale=True)),
     Case("gate", "gpt_oss", "bias on the logits", _gate(4, 32, 64, Routing(top_k=4), logit_bias=True)),
     Case("gate", "gemma4", "norm and per-expert scale", _gate(4, 32, 64, Routing(top_k=8), norm=True, scale=True)),
     Case("plan", "usual", "every token to distinct experts", _plan(33, 16, 4), _F32, False),
@@ -550,7 +631,7 @@ CASES: tuple[Case, ...] = (
     Case("grouped_linear", "transposed", "weights strided, as the input gradient has them",
          _linear(9, 4, 24, 40, 2, False, False, transposed=True)),
     Case("grouped_linear", "one_token", "T=1", _linear(1, 16, 96, 128, 8, True, False)),
-    Case("grouped_linear", "no_token", "T=0", _linear(0, 4, 8, 16, 2, True, True), gradients=False),
+    Case("grouped_linear", "no_token", "T=0", _linear(0, 4, 8, 16, 2, True, True, bias=True)),
     *(_linear_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
     *(_linear_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
     Case("grouped_outer", "up", "gradient of the up product", _outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
@@ -567,7 +648,7 @@ CASES: tuple[Case, ...] = (
     Case("glu", "interleaved", "even gate, odd up", _glu((5, 46), "silu", "interleaved")),
     Case("glu", "apart", "gate and up as two tensors", _glu((5, 31), "silu", apart=True)),
     Case("glu", "vector", "one dimension", _glu((34,), "gelu_tanh")),
-    Case("glu", "empty", "no row", _glu((0, 16), "silu"), gradients=False),
+    Case("glu", "empty", "no row", _glu((0, 16), "silu")),
     Case("combine", "sum", "the weighted sum alone", _combine(7, 4, 40)),
     Case("combine", "expert_major", "rows found through inverse", _combine(7, 4, 33, "inverse")),
     Case("combine", "shared", "shared expert added plainly", _combine(5, 2, 64, "shared")),
@@ -578,7 +659,7 @@ CASES: tuple[Case, ...] = (
     Case("combine", "everything", "every part at once",
          _combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
     Case("combine", "one_token", "T=1", _combine(1, 8, 128, "residual", "norm")),
-    Case("combine", "no_token", "T=0", _combine(0, 4, 16, "residual", "norm"), gradients=False),
+    Case("combine", "no_token", "T=0", _combine(0, 4, 16, "shared", "shared_logit", "residual", "norm")),
     # No gradients: at T=1 that of the shared expert's gate is one sum, which may cancel to nothing.
     Case("experts", "decode", "T=1", _experts(1, 16, 96, 64, 4, tail=True), gradients=False),
     Case("experts", "few", "few tokens, each expert a row or two", _experts(6, 16, 64, 48, 4)),
@@ -595,7 +676,7 @@ CASES: tuple[Case, ...] = (
          _experts(9, 8, 48, 36, 2, activation=Activation("relu2", gated=False), bias=True)),
     Case("experts", "apart", "gate and up as two stacks", _experts(9, 8, 48, 36, 2, apart=True, bias=True)),
     Case("experts", "strided", "non-contiguous x, weights and stack", _experts(9, 4, 32, 24, 2, strided=True)),
-    Case("experts", "no_token", "T=0", _experts(0, 4, 16, 8, 2, tail=True), gradients=False),
+    Case("experts", "no_token", "T=0", _experts(0, 4, 16, 8, 2, tail=True, bias=True)),
     *(_experts_in_blocks(f"{name.lower()}_both", f"{name} throughout", (name, name)) for name in FORMATS),
     _experts_in_blocks("q4_k_m", "as Q4_K_M files have it: gate and up in Q4_K, down in Q6_K", ("Q4_K", "Q4_K", "Q6_K"),
                        tail=True),
@@ -615,6 +696,7 @@ CASES: tuple[Case, ...] = (
     _experts_in_blocks("q4_k_no_token", "T=0", ("Q4_K", "Q4_K"), T=0),
     Case("moe", "qwen3", "the whole block", _moe(7, 16, 64, 48, Routing(top_k=4))),
     Case("moe", "decode", "the whole block, T=1", _moe(1, 32, 96, 32, Routing(top_k=8))),
+    Case("moe", "no_token", "T=0", _moe(0, 8, 16, 8, Routing(top_k=2))),
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The C++ module, and tensors in the form it takes them.
 
-A backend function must hold every tensor it passes until the call returns: the C++ side sees addresses only. So it
-makes its inputs dense first, in variables of its own, and describes them after.
+A backend function must hold every tensor it passes until the call returns: the C++ side sees addresses only.
 """
 
 from __future__ import annotations
@@ -26,17 +25,14 @@ except ImportError as error:
 # In the order of the enums in csrc/cpu/kernels.h.
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ABSENT = (0, 0)
+# Where a tensor without elements "is": torch gives it address 0, which to the C++ side means there is no tensor.
+_NOWHERE = 64
 _NO_WEIGHT = (0, 0, 0, 0, False)
 # WeightType: the dtypes, then these.
 FORMATS = (
     "Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K", "Q5_0", "Q5_1", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K",
 )  # fmt: skip
 _FORMAT = {name: code for code, name in enumerate(FORMATS, len(_DTYPE))}
-
-
-def dense(t: Tensor | None) -> Any:
-    """The tensor with its rows next to each other, or None."""
-    return t if t is None or t.is_contiguous() else t.contiguous()
 
 
 def rows_dense(weight: Tensor | QuantTensor | None) -> Any:
@@ -47,7 +43,7 @@ def rows_dense(weight: Tensor | QuantTensor | None) -> Any:
 
 
 def tensor_arg(t: Tensor | None) -> tuple[int, int]:
-    return _ABSENT if t is None else (t.data_ptr(), _DTYPE[t.dtype])
+    return _ABSENT if t is None else (address(t), _DTYPE[t.dtype])
 
 
 def weight_arg(w: Tensor | QuantTensor | None) -> tuple[int, int, int, int, bool]:
@@ -55,13 +51,13 @@ def weight_arg(w: Tensor | QuantTensor | None) -> tuple[int, int, int, int, bool
         return _NO_WEIGHT
     if isinstance(w, QuantTensor):
         blocks = w.blocks
-        return blocks.data_ptr(), _FORMAT[w.format], blocks.stride(0), blocks.stride(-2), w.exact
+        return address(blocks), _FORMAT[w.format], blocks.stride(0), blocks.stride(-2), w.exact
     size = w.element_size()
-    return w.data_ptr(), _DTYPE[w.dtype], w.stride(0) * size, w.stride(-2) * size, False
+    return address(w), _DTYPE[w.dtype], w.stride(0) * size, w.stride(-2) * size, False
 
 
 def address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+    return 0 if t is None else t.data_ptr() or _NOWHERE
 
 
 def wanted_like(inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[tuple[int, int]]]:

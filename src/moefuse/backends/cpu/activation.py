@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import activation_arg, dense, tensor_arg
+from moefuse.backends.cpu._native import activation_arg, tensor_arg
 from moefuse.types import Activation
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    gate_up, up = dense(gate_up), dense(up)
     together = up is None and activation.gated
     I = gate_up.shape[-1] // 2 if together else gate_up.shape[-1]
     out = torch.empty((*gate_up.shape[:-1], I), dtype=gate_up.dtype)
@@ -25,7 +24,6 @@ def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str)
 def glu_backward(
     grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
 ) -> tuple[Tensor, Tensor]:
-    grad, gate_up, up = dense(grad), dense(gate_up), dense(up)
     I = grad.shape[-1]
     d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype)
     d_up = torch.empty(0 if up is None else up.shape, dtype=gate_up.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import address, dense, tensor_arg, wanted_like
+from moefuse.backends.cpu._native import address, tensor_arg, wanted_like
 
 
 def combine(
@@ -22,8 +22,6 @@ def combine(
     out: Tensor,
     normed_out: Tensor | None,
 ) -> None:
-    y, weights, inverse, shared, residual = dense(y), dense(weights), dense(inverse), dense(shared), dense(residual)
-    shared_gate, shared_logit, norm_weight = dense(shared_gate), dense(shared_logit), dense(norm_weight)
     tail = (
         tensor_arg(shared), tensor_arg(shared_gate), tensor_arg(shared_logit), tensor_arg(residual),
         tensor_arg(norm_weight), eps, tensor_arg(out), tensor_arg(normed_out),
@@ -44,8 +42,6 @@ def tail_backward(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    d_out, d_normed, total, shared = dense(d_out), dense(d_normed), dense(total), dense(shared)
-    shared_gate, shared_logit, norm_weight = dense(shared_gate), dense(shared_logit), dense(norm_weight)
     normed = d_normed is not None
     found, out = wanted_like(
         (d_out if normed else None, shared, shared_gate, shared_logit, norm_weight if normed else None)
@@ -70,7 +66,6 @@ def combine_backward(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    d_out, y, weights, inverse = dense(d_out), dense(y), dense(weights), dense(inverse)
     (T, top_k), H = weights.shape, y.shape[1]
     total = None
     if d_normed is not None:
@@ -81,7 +76,9 @@ def combine_backward(
         norm_weight, eps,
     )  # fmt: skip
     d = d_out if d_normed is None else d_sum
-    d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
+    # An inverse that leaves rows of y out, which only a traced call can have, leaves them without a gradient.
+    d_y = torch.empty_like(y) if inverse is None else torch.zeros_like(y)
+    d_weights = torch.empty_like(weights)
     _native.core.combine_backward(
         tensor_arg(d), tensor_arg(y), tensor_arg(weights), address(inverse), T, top_k, H, tensor_arg(d_y),
         tensor_arg(d_weights), _native.threads(),

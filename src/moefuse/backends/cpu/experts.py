@@ -11,7 +11,6 @@ from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import (
     activation_arg,
     address,
-    dense,
     rows_dense,
     tensor_arg,
     wanted_like,
@@ -45,10 +44,7 @@ def experts_saving(
     normed_out: Tensor | None,
     z: Tensor | None,
 ) -> None:
-    x, ids, weights, offsets, order = dense(x), dense(ids), dense(weights), dense(offsets), dense(order)
     gate_up, up, down = rows_dense(gate_up), rows_dense(up), rows_dense(down)
-    gate_up_bias, down_bias, shared, residual = dense(gate_up_bias), dense(down_bias), dense(shared), dense(residual)
-    shared_gate, shared_logit, norm_weight = dense(shared_gate), dense(shared_logit), dense(norm_weight)
     tail = (
         tensor_arg(shared), tensor_arg(shared_gate), tensor_arg(shared_logit), tensor_arg(residual),
         tensor_arg(norm_weight), eps, tensor_arg(out), tensor_arg(normed_out),
@@ -87,9 +83,7 @@ def experts_backward(
     wanted: list[bool],
     reuse_z: bool,  # noqa: ARG001  # gradients of z are float32 here, and z may not be
 ) -> tuple[Tensor, ...]:
-    d, x, z, weights, down_bias = dense(d), dense(x), dense(z), dense(weights), dense(down_bias)
     gate_up, up, down = rows_dense(gate_up), rows_dense(up), rows_dense(down)
-    offsets, order, inverse = dense(offsets), dense(order), dense(inverse)
     inputs = (x, weights, gate_up, up, down, gate_up_bias, down_bias)
     found, out = wanted_like(tuple(t if want else None for t, want in zip(inputs, wanted, strict=True)))
     T, top_k = weights.shape

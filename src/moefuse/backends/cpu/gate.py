@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense, routing_arg, rows_dense, tensor_arg, wanted_like, weight_arg
+from moefuse.backends.cpu._native import routing_arg, tensor_arg, wanted_like, weight_arg
 from moefuse.types import Routing
 
 
@@ -21,8 +21,6 @@ def gate(
     routing: Routing,
     return_normed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, norm_weight, bias = dense(x), rows_dense(weight), dense(norm_weight), dense(bias)
-    logit_bias, per_expert_scale = dense(logit_bias), dense(per_expert_scale)
     T, H = x.shape
     weights = torch.empty((T, routing.top_k), dtype=torch.float32)
     ids = torch.empty((T, routing.top_k), dtype=torch.int32)
@@ -49,9 +47,6 @@ def gate_backward(
     want_weight: bool,
     routing: Routing,
 ) -> tuple[Tensor, ...]:
-    d_weights, d_normed, x, weight = dense(d_weights), dense(d_normed), dense(x), rows_dense(weight)
-    norm_weight, logit_bias = dense(norm_weight), dense(logit_bias)
-    per_expert_scale, ids = dense(per_expert_scale), dense(ids)
     found, out = wanted_like(
         (
             x if want_x else None, weight if want_weight else None, norm_weight if want_x else None, logit_bias,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense, rows_dense, tensor_arg, weight_arg
+from moefuse.backends.cpu._native import rows_dense, tensor_arg, weight_arg
 from moefuse.quant.tensor import QuantTensor
 
 
@@ -24,7 +24,6 @@ def grouped_linear(
     if isinstance(weight, Tensor) and weight.stride(-1) != 1 and weight.stride(-2) == 1:
         mirrored, weight = True, weight.transpose(1, 2)
     weight = rows_dense(weight)
-    x, bias, offsets, order = dense(x), dense(bias), dense(offsets), dense(order)
     (E, N), K = weight.shape[:2], x.shape[1]
     N = weight.shape[2] if mirrored else N
     S = order.shape[0]
@@ -38,7 +37,6 @@ def grouped_linear(
 
 
 def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
-    grad, x, offsets, order = dense(grad), dense(x), dense(offsets), dense(order)
     E, S, N, K = offsets.shape[0] - 1, order.shape[0], grad.shape[1], x.shape[1]
     out = torch.empty((E, N, K), dtype=grad.dtype)
     _native.core.grouped_outer(

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense
 
 
 def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = dense(ids)
     S = ids.numel()
     counts = torch.empty(num_experts, dtype=torch.int32)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import dense, routing_arg, tensor_arg, wanted_like
+from moefuse.backends.cpu._native import routing_arg, tensor_arg, wanted_like
 from moefuse.types import Routing
 
 
 def route(
     logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
-    logits, bias, per_expert_scale = dense(logits), dense(bias), dense(per_expert_scale)
     T, E = logits.shape
     weights = torch.empty(T, routing.top_k, dtype=torch.float32)
     ids = torch.empty(T, routing.top_k, dtype=torch.int32)
@@ -27,7 +26,6 @@ def route(
 def route_backward(
     grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
 ) -> tuple[Tensor, ...]:
-    grad, logits, ids, per_expert_scale = dense(grad), dense(logits), dense(ids), dense(per_expert_scale)
     found, out = wanted_like((logits, per_expert_scale))
     _native.core.route_backward(
         tensor_arg(grad), tensor_arg(logits), ids.data_ptr(), tensor_arg(per_expert_scale), *logits.shape,
