@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from bad_indices import check_bad_indices
 from metal_target import TARGET, counted, simulated
 
 import moefuse
@@ -34,6 +35,7 @@ def named(found: list) -> list:
     return [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case, dtype in found]
 
 
+EACH_CASE = [case for case in cases.CASES if cases.dtypes_of(case, BACKEND)]
 EACH = [(case, dtype) for case in cases.CASES for dtype in cases.dtypes_of(case, BACKEND)]
 
 
@@ -451,3 +453,17 @@ def test_rows_longer_than_a_stretch(rng) -> None:
     host = cases.map_tensors(plan, lambda t: t.cpu())
     want = moefuse.grouped_linear(x.double(), weight.double(), host, **options, backend="reference")
     assert difference(got, want).within(F32)
+
+
+def test_bad_indices_are_harmless(monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "FEW_TOKENS", 0)
+    check_bad_indices(BACKEND, DEVICE, monkeypatch)
+
+
+STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(EACH_CASE, one=True)]
+
+
+@pytest.mark.parametrize(("case", "strange"), STRANGE)
+def test_strange_memory(case, strange, rng) -> None:
+    outcome = cases.run(case, torch.float32, BACKEND, DEVICE, rng.initial_seed(), strange=strange)
+    assert outcome.passed, outcome.describe()

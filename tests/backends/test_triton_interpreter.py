@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bad_indices import check_bad_indices
 
 import moefuse
 from moefuse.testing import cases
@@ -90,3 +91,33 @@ def test_few_tokens_are_rounded_to_8_bits_for_q4_k_unless_it_is_exact(target: tu
         assert (got[1] == 0).all()
         error = difference(got[[0, 3]], want[[0, 3]])
         assert least <= error.rms < most, error
+
+
+def strange(one: bool) -> list:
+    """Small cases first: the interpreter takes a program at a time."""
+    small = [case for case in cases.CASES if case.id not in LONG and not case.specs]
+    small.sort(key=lambda case: sum(t.numel() for t in cases.tensors_in(tuple(case.inputs(0, torch.float32).values()))))
+    return [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(small, one=one)]
+
+
+@pytest.mark.parametrize(("case", "strange"), strange(one=True))
+@pytest.mark.parametrize(("backend", "device"), EMULATED)
+def test_strange_memory(case, strange, backend, device, rng) -> None:
+    given = {"gradients": case.op in SHORT_GRADIENTS, "strange": strange}
+    outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed(), **given)
+    assert outcome.passed, outcome.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "strange"), strange(one=False))
+@pytest.mark.parametrize(("backend", "device"), EMULATED)
+def test_strange_memory_at_length(case, strange, backend, device, rng) -> None:
+    outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed(), strange=strange)
+    assert outcome.passed, outcome.describe()
+
+
+@pytest.mark.parametrize(("backend", "device"), cases.runnable(emulated=True))
+def test_bad_indices_are_harmless(backend, device, monkeypatch) -> None:
+    if backend != "triton":
+        pytest.skip("of Triton")
+    check_bad_indices(backend, device, monkeypatch)

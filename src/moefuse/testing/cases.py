@@ -153,12 +153,17 @@ _NEVER_EXPANDED = {
 }
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an argument: itself, a tuple's, a plan's, a stack of blocks'."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    return found
+
+
 def strange_forms(case: Case) -> Iterator[Strange]:
     """Every tensor of a case in every form it can have."""
     for argument, value in case.inputs(0, torch.float32).items():
-        found: list[Tensor] = []
-        map_tensors(value, lambda t, found=found: found.append(t) or t)  # type: ignore[misc]
-        for index, t in enumerate(found):
+        for index, t in enumerate(tensors_in(value)):
             for form in FORMS:
                 # Blocks follow each other without gaps, and bytes have no sign.
                 blocks = t.dtype == torch.uint8 and form not in ("expanded", "offset")
@@ -169,12 +174,18 @@ def strange_forms(case: Case) -> Iterator[Strange]:
         yield from (Strange(GRADIENT, 0, form) for form in FORMS)
 
 
-def strange_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Strange]]:
-    """Every form of every tensor that the ops of these cases take, each on the first case that has it."""
-    seen: set[tuple[str, bool, Strange]] = set()
+def strange_cases(cases: Iterable[Case], *, one: bool = False) -> Iterator[tuple[Case, Strange]]:
+    """Every form of every tensor that the ops of these cases take, each on the first case that has it.
+
+    ``one``: of each tensor one form, by turns, for who has little time.
+    """
+    seen: set[tuple[Any, ...]] = set()
     for case in cases:
         for strange in strange_forms(case):
-            key = (case.op, bool(case.specs), strange)
+            tensor = (case.op, bool(case.specs), strange.argument, strange.index)
+            if one and strange.form != tuple(FORMS)[len(seen) % len(FORMS)]:
+                continue
+            key = tensor if one else (*tensor, strange.form)
             if key not in seen and (not case.specs or strange.argument in ("weight", "gate_up", "down")):
                 seen.add(key)
                 yield case, strange

@@ -12,6 +12,7 @@ struct CombineSizes {
     long factor_is_logit;
     long has_residual;
     long has_norm;
+    long rows;  // of y
 };
 
 inline float shared_factor(device const FACTOR_T* factor, constant CombineSizes& sizes, long row) {
@@ -55,6 +56,7 @@ inline float weighted_sum(
         long s = row * sizes.top_k + j;
         if (!slot_lives(ids, sizes, s)) continue;
         long from = sizes.has_inverse != 0 ? long(inverse[s]) : s;
+        if (from < 0 || from >= sizes.rows) continue;
         total += float(weights[s]) * float(y[from * sizes.H + column]);
     }
     return total;

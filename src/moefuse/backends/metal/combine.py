@@ -35,9 +35,9 @@ class Tail:
             "NORM_T": self.norm.dtype,
         }  # fmt: skip
 
-    def sizes(self, H: int, top_k: int, E: int, inverse: Tensor | None, ids: Tensor | None) -> list[int]:
+    def sizes(self, T: int, H: int, top_k: int, E: int, inverse: Tensor | None, ids: Tensor | None) -> list[int]:
         """The fields of ``CombineSizes`` in combine.metal."""
-        return [H, top_k, E, int(inverse is not None), int(ids is not None), *self.flags]
+        return [H, top_k, E, int(inverse is not None), int(ids is not None), *self.flags, T * top_k]
 
 
 def weighted_sum(
@@ -54,7 +54,7 @@ def weighted_sum(
     """combine, with the ids at hand: slots without an expert are not read."""
     T, H = out.shape
     normed = out if normed_out is None else normed_out
-    places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse.contiguous()
+    places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
     slots = dense(ids, places)
     macros = {
         "Y_T": y.dtype, "WEIGHT_T": weights.dtype, **tail.types, "OUT_T": out.dtype, "NORMED_T": normed.dtype,
@@ -62,9 +62,9 @@ def weighted_sum(
     }  # fmt: skip
     total = torch.empty((T, H) if tail.has_norm else 1, dtype=torch.float32, device=y.device)
     launch(
-        "combine", ("combine",), macros, (1 if tail.has_norm else ceil_div(H, 256), T), 256, y.contiguous(),
-        weights.contiguous(), places, slots, tail.shared, tail.factor, tail.residual, tail.norm, total, out, normed,
-        tail.sizes(H, weights.shape[1], num_experts, inverse, ids), float(eps),
+        "combine", ("combine",), macros, (1 if tail.has_norm else ceil_div(H, 256), T), 256, y,
+        weights, places, slots, tail.shared, tail.factor, tail.residual, tail.norm, total, out, normed,
+        tail.sizes(T, H, weights.shape[1], num_experts, inverse, ids), float(eps),
     )  # fmt: skip
 
 
@@ -106,9 +106,10 @@ def combine_backward(
     if T == 0:
         return (*grads[:6], grads[6].zero_())
     d_y, d_weights, d_shared, d_gate, d_logit, d_residual, d_norm = grads
-    d_out = d_out.contiguous()
+    if inverse is not None:
+        d_y.zero_()  # rows that no slot points to, as a bad inverse leaves them, have no gradient
     d_last = dense(d_normed, y)
-    places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse.contiguous()
+    places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
     total, d = torch.empty((2, T, H), dtype=torch.float32, device=y.device).unbind()
     inverse_rms = torch.empty(T, dtype=torch.float32, device=y.device)
     macros = {
@@ -117,11 +118,12 @@ def combine_backward(
     }  # fmt: skip
     files = ("combine", "combine_backward")
     launch(
-        "combine_backward", files, macros, (T,), 256, d_out, d_last, y.contiguous(), weights.contiguous(), places,
+        "combine_backward", files, macros, (T,), 256, d_out, d_last, y, weights, places,
         tail.shared, tail.factor, tail.residual, tail.norm, total, d, inverse_rms, d_y, d_weights,
         d_y if shared is None else d_shared,
         d_gate if shared_gate is not None else d_logit if shared_logit is not None else d_y,
-        d_y if residual is None else d_residual, places, tail.sizes(H, weights.shape[1], 0, inverse, None), float(eps),
+        d_y if residual is None else d_residual, places, tail.sizes(T, H, weights.shape[1], 0, inverse, None),
+        float(eps),
     )  # fmt: skip
     if norm_weight is not None:
         launch("norm_weight_backward", files, macros, (ceil_div(H, 32),), 256, d_last, total, inverse_rms, d_norm, T, H)

@@ -66,9 +66,10 @@ kernel void combine_backward(
     for (long j = 0; j < sizes.top_k; ++j) {
         long s = row * sizes.top_k + j;
         long from = sizes.has_inverse != 0 ? long(inverse[s]) : s;
+        bool inside = from >= 0 && from < sizes.rows;
         float weight = float(weights[s]);
         float share = 0.0f;
-        for (long h = long(thread_index); h < H; h += 256) {
+        for (long h = long(thread_index); inside && h < H; h += 256) {
             float value = d[row * H + h];
             share += value * float(y[from * H + h]);
             d_y[from * H + h] = Y_T(weight * value);

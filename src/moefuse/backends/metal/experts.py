@@ -11,7 +11,7 @@ from moefuse.backends.metal.activation import kind_of, numbers_of
 from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.combine import Tail, weighted_sum
 from moefuse.backends.metal.grouped_linear import product, up_rows
-from moefuse.backends.metal.launch import ceil_div, dense, launch, rows, wide
+from moefuse.backends.metal.launch import ceil_div, dense, launch, wide
 from moefuse.backends.metal.plan import plan
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -44,14 +44,15 @@ def experts(
     stacks = up_rows(gate_up, up, layout, activation.gated)
     down_rows = Rows.of(down)
     biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
-    ids = ids.contiguous()
     if x.shape[0] <= tiles.FEW_TOKENS and all(stack.dense for stack in (*stacks, down_rows)):
         _few(
-            rows(x), ids, weights.contiguous(), stacks, biases, down_rows, down.shape, down_bias, tail, eps, activation,
+            x, ids, weights, stacks, biases, down_rows, down.shape, down_bias, tail, eps, activation,
             out, normed_out,
         )  # fmt: skip
         return
     S, E, I = ids.numel(), down.shape[0], down.shape[2]
+    # A plan that a caller brought with other ids may leave rows out that the ids have.
+    make_rows = torch.empty if offsets is None else torch.zeros
     if offsets is None or order is None or inverse is None:
         _, offsets, order, inverse = plan(ids, E)
     # Float32 in between, as for few tokens: prefill and decode then differ by the rounding of the result alone.
@@ -59,7 +60,7 @@ def experts(
     product(
         x, stacks, biases, offsets, order, gather=True, scatter=False, fill=False, activation=activation, out=hidden
     )
-    y = torch.empty((S, x.shape[1]), dtype=torch.float32, device=x.device)
+    y = make_rows((S, x.shape[1]), dtype=torch.float32, device=x.device)
     product(
         hidden, (down_rows, down_rows), (down_bias, down_bias), offsets, order, gather=False, scatter=False, fill=False,
         activation=None, out=y,
@@ -106,7 +107,7 @@ def _few(
     launch(
         "few_down", files, macros, (ceil_div(H, 8), T), 128, hidden, ids, weights, down.data, last_bias,
         tail.shared, tail.factor, tail.residual, total, out, [I, *down.data.stride()[:2], int(down_bias is not None)],
-        tail.sizes(H, top_k, E, None, ids),
+        tail.sizes(T, H, top_k, E, None, ids),
     )  # fmt: skip
     if tail.has_norm:
         launch("norm_rows", files, macros, (T,), 256, total, tail.norm, normed, H, float(eps))

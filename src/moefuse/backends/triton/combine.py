@@ -30,11 +30,11 @@ def finish(
 
 @triton.jit
 def _combine_kernel(
-    y_ptr, weights_ptr, inverse_ptr, ids_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr, norm_ptr,
-    out_ptr, normed_ptr, H, E, eps,
-    HAS_INVERSE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_H: tl.constexpr,
+    y_ptr, weights_ptr, inverse_ptr, ids_ptr, offsets_ptr, shared_ptr, shared_gate_ptr, shared_logit_ptr,
+    residual_ptr, norm_ptr, out_ptr, normed_ptr, H, E, eps,
+    HAS_INVERSE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_LOGIT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     launch_dependents(PDL)
@@ -43,6 +43,9 @@ def _combine_kernel(
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = column < H
     total = tl.zeros([BLOCK_H], tl.float32)
+    rows = tl.num_programs(0).to(tl.int64) * TOP_K
+    if HAS_OFFSETS:
+        rows = tl.load(offsets_ptr + E).to(tl.int64)
     for j in range(TOP_K):
         s = row * TOP_K + j
         weight = tl.load(weights_ptr + s).to(tl.float32)
@@ -50,10 +53,11 @@ def _combine_kernel(
         if HAS_IDS:
             expert = tl.load(ids_ptr + s)
             live = (expert >= 0) & (expert < E)
-            weight = tl.where(live, weight, 0.0)
         source = s
         if HAS_INVERSE:
             source = tl.load(inverse_ptr + s).to(tl.int64)
+            live = live & (source >= 0) & (source < rows)
+        weight = tl.where(live, weight, 0.0)
         total += weight * tl.load(y_ptr + source * H + column, mask & live, other=0.0).to(tl.float32)
     total = finish(
         total, row, column, mask, H, shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr,
@@ -66,15 +70,12 @@ def _combine_kernel(
         tl.store(normed_ptr + row * H + column, normed.to(normed_ptr.dtype.element_ty), mask)
 
 
-def contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
-
-
 def weighted_sum(
     y: Tensor,
     weights: Tensor,
     inverse: Tensor | None,
     ids: Tensor | None,
+    offsets: Tensor | None,
     num_experts: int,
     shared: Tensor | None,
     shared_gate: Tensor | None,
@@ -85,17 +86,18 @@ def weighted_sum(
     out: Tensor,
     normed_out: Tensor | None,
 ) -> None:
-    """combine, with the ids at hand: slots without an expert are not read."""
+    """combine, with the ids at hand: slots without an expert are not read, nor are those that `offsets` leave out.
+
+    The two agree but for a plan that a caller brought with other ids.
+    """
     T, H = out.shape
     BLOCK_H = block_of(H) if norm_weight is not None else min(block_of(H), 1024)
-    shared, residual = contiguous(shared), contiguous(residual)
-    shared_gate, shared_logit = contiguous(shared_gate), contiguous(shared_logit)
     launch(
-        _combine_kernel, (T, ceil_div(H, BLOCK_H)), y.contiguous(), weights.contiguous(), inverse, ids, shared,
-        shared_gate, shared_logit, residual, contiguous(norm_weight), out, normed_out, H, num_experts, eps,
-        HAS_INVERSE=inverse is not None, HAS_IDS=ids is not None, HAS_SHARED=shared is not None,
-        HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None, HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm_weight is not None, TOP_K=weights.shape[1], PDL=PDL,
+        _combine_kernel, (T, ceil_div(H, BLOCK_H)), y, weights, inverse, ids, offsets, shared, shared_gate,
+        shared_logit, residual, norm_weight, out, normed_out, H, num_experts, eps,
+        HAS_INVERSE=inverse is not None, HAS_IDS=ids is not None, HAS_OFFSETS=offsets is not None,
+        HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None,
+        HAS_RESIDUAL=residual is not None, HAS_NORM=norm_weight is not None, TOP_K=weights.shape[1], PDL=PDL,
         BLOCK_H=BLOCK_H, num_warps=4 if BLOCK_H <= 2048 else 8, launch_pdl=PDL,
     )  # fmt: skip
 
@@ -114,5 +116,18 @@ def combine(
     normed_out: Tensor | None,
 ) -> None:
     weighted_sum(
-        y, weights, inverse, None, 0, shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out
+        y,
+        weights,
+        inverse,
+        None,
+        None,
+        0,
+        shared,
+        shared_gate,
+        shared_logit,
+        residual,
+        norm_weight,
+        eps,
+        out,
+        normed_out,
     )

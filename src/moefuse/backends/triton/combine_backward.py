@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.combine import combine, contiguous
+from moefuse.backends.triton.combine import combine
 from moefuse.backends.triton.launch import block_of, ceil_div, launch
 
 #: tokens whose part of a norm weight's gradient one program sums
@@ -95,8 +95,6 @@ def tail_backward(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    d_out, d_normed, total, shared = d_out.contiguous(), contiguous(d_normed), contiguous(total), contiguous(shared)
-    shared_gate, shared_logit = contiguous(shared_gate), contiguous(shared_logit)
     T, H = d_out.shape
     normed = d_normed is not None
     like = (d_out if normed else None, shared, shared_gate, shared_logit)
@@ -105,7 +103,7 @@ def tail_backward(
     BLOCK_H = block_of(H)
     launch(
         _tail_backward_kernel, (T,), d_out, d_normed, total, shared, shared_gate, shared_logit,
-        contiguous(norm_weight), *found, inverse_rms, H, eps, HAS_NORM=normed, HAS_SHARED=shared is not None,
+        norm_weight, *found, inverse_rms, H, eps, HAS_NORM=normed, HAS_SHARED=shared is not None,
         HAS_GATE=shared_gate is not None, HAS_LOGIT=shared_logit is not None, BLOCK_H=BLOCK_H,
         num_warps=4 if BLOCK_H <= 2048 else 8,
     )  # fmt: skip
@@ -125,13 +123,15 @@ def _rows_backward_kernel(
     row = s
     if HAS_INVERSE:
         row = tl.load(inverse_ptr + s).to(tl.int64)
+    inside = (row >= 0) & (row < tl.num_programs(0))
     weight = tl.load(weights_ptr + s).to(tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, H, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
+        mask = (h < H) & inside
         d = tl.load(d_ptr + (s // top_k) * H + h, mask=h < H, other=0.0).to(tl.float32)
-        total += d * tl.load(y_ptr + row * H + h, mask=h < H, other=0.0).to(tl.float32)
-        tl.store(d_y_ptr + row * H + h, (weight * d).to(d_y_ptr.dtype.element_ty), mask=h < H)
+        total += d * tl.load(y_ptr + row * H + h, mask, other=0.0).to(tl.float32)
+        tl.store(d_y_ptr + row * H + h, (weight * d).to(d_y_ptr.dtype.element_ty), mask)
     tl.store(d_weights_ptr + s, tl.sum(total, 0).to(d_weights_ptr.dtype.element_ty))
 
 
@@ -148,7 +148,6 @@ def combine_backward(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    d_out, y, weights = d_out.contiguous(), y.contiguous(), weights.contiguous()
     (T, top_k), H = weights.shape, y.shape[1]
     total = None
     if d_normed is not None:
@@ -159,9 +158,11 @@ def combine_backward(
         eps,
     )  # fmt: skip
     d = d_out if d_normed is None else d_sum
-    d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
+    # Rows of y that no slot points to, as a bad inverse leaves them, have no gradient.
+    d_y = torch.empty_like(y) if inverse is None else torch.zeros_like(y)
+    d_weights = torch.empty_like(weights)
     launch(
-        _rows_backward_kernel, (T * top_k,), d, y, weights, contiguous(inverse), d_y, d_weights, H, top_k,
+        _rows_backward_kernel, (T * top_k,), d, y, weights, inverse, d_y, d_weights, H, top_k,
         HAS_INVERSE=inverse is not None, BLOCK_H=min(block_of(H), 1024), num_warps=4,
     )  # fmt: skip
     # A custom op must not return its input, hence the copy.

@@ -47,6 +47,7 @@ def experts(
         return
     (T, top_k), (E, H, _) = ids.shape, down.shape
     S = T * top_k
+    given = offsets
     if offsets is None or order is None or inverse is None:
         _, offsets, order, inverse = plan(ids, E)
     tiles = TokenTiles(offsets, S)
@@ -67,6 +68,6 @@ def experts(
         activation=None, out=y, tile=tile, tiles=tiles,
     )  # fmt: skip
     weighted_sum(
-        y, weights, inverse, ids.contiguous(), E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,
+        y, weights, inverse, ids, given, E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,
         normed_out,
     )  # fmt: skip

@@ -313,12 +313,12 @@ def experts_saving(
             activation=None, out=y, tile=tile,
         )  # fmt: skip
         if summed is None:
-            weighted_sum(y, weights, inverse, ids.contiguous(), E, *tail)
+            weighted_sum(y, weights, inverse, ids, offsets, E, *tail)
         else:
             _slot_sum(y, weights, inverse, offsets, ids.shape[1], summed[:, first : first + width])
     if summed is not None and not plain:
         ones = torch.ones((x.shape[0], 1), dtype=torch.float32, device=x.device)
-        weighted_sum(summed, ones, None, None, E, *tail)
+        weighted_sum(summed, ones, None, None, None, E, *tail)
 
 
 def experts_backward(

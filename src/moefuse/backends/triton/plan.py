@@ -86,8 +86,7 @@ def _place_kernel(
 
 
 def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat = ids.reshape(-1)
-    S = flat.shape[0]
+    S = ids.numel()
     counts, offsets, order, inverse = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (num_experts, num_experts + 1, S, S)
     )
@@ -101,7 +100,7 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
         table = torch.empty((blocks, BLOCK_E), dtype=torch.int32, device=ids.device)
         total = torch.empty(BLOCK_E, dtype=torch.int32, device=ids.device)
         launch(
-            _count_kernel, (blocks,), flat, table, S, num_experts, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S,
+            _count_kernel, (blocks,), ids, table, S, num_experts, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S,
             num_warps=4, launch_pdl=PDL,
         )  # fmt: skip
         launch(
@@ -109,7 +108,7 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
             num_warps=4, launch_pdl=PDL,
         )  # fmt: skip
     launch(
-        _place_kernel, (blocks,), flat, table, total, counts, offsets, order, inverse, S, num_experts,
+        _place_kernel, (blocks,), ids, table, total, counts, offsets, order, inverse, S, num_experts,
         SCANNED=blocks > 1, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return counts, offsets, order, inverse
