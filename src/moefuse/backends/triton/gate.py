@@ -207,7 +207,7 @@ def gate(
         PART = 1 if T == 1 else 2  # a token alone leaves multiprocessors free
         launch(
             _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
-            counters(x.device), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),
+            counters(logits, T), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),
             **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H, num_warps=_row_warps(BLOCK_H, E),
             launch_pdl=PDL,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.launch import INTERPRETED, compiled_for, counters_on, launch, recording
+from moefuse.backends.triton.launch import INTERPRETED, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
@@ -78,8 +78,10 @@ class _Taker:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.device = device
         self.launches: list[_Launch] = []
+        #: how many counters the run asks for
+        self.counted = 0
         self.buffers = [
-            torch.empty(64, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
             *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors),
         ]
         self.arguments = len(self.buffers)
@@ -104,7 +106,10 @@ class _Taker:
         pieces = tuple(self.piece(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.launches.append(_Launch(kernel, grid, pieces, options, compiled))
 
-    def counters(self) -> Tensor:
+    def counters(self, count: int) -> Tensor:
+        if self.counted:
+            self.refuse("two kernels that count")
+        self.counted = count
         return self.buffers[0]
 
     def refuse(self, why: str) -> None:
@@ -161,6 +166,7 @@ class _Layout:
         self.device = taker.device
         self.alone = not isinstance(results, tuple)
         self.arguments = taker.arguments
+        self.counted = taker.counted
         #: of a result: the buffer that is returned and an argument to allocate it like, or the argument returned
         self.results = [(None, None) if t is None else taker.result(t) for t in ((results,) if self.alone else results)]
         owned = [buffer.buffer for buffer, _ in self.results if buffer is not None]
@@ -201,6 +207,7 @@ class _Interpreted(_Layout):
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:  # noqa: ARG002
         fresh, returned = self.allocate(tensors)
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
+        counters = counters_at(self.device, 0, scratch.data_ptr(), self.counted)
 
         def tensor(piece: Piece) -> Tensor:
             if piece.buffer in self.place:
@@ -208,7 +215,7 @@ class _Interpreted(_Layout):
             elif piece.buffer in self.owned:
                 whole = fresh[self.owned[piece.buffer]]
             else:
-                whole = tensors[piece.buffer - 1] if piece.buffer else counters_on(self.device, 0)
+                whole = tensors[piece.buffer - 1] if piece.buffer else counters
             start = whole.storage_offset() + piece.offset // piece.dtype.itemsize
             return whole.as_strided(piece.shape, piece.stride, start)
 
@@ -269,7 +276,9 @@ class Replay(_Layout):
         fresh, returned = self.allocate(tensors)
         # Freed when this returns: the allocator hands it out again only to what this stream does later.
         scratch = self.empty.new_empty(self.scratch)
-        bases = [counters_on(device, stream).data_ptr(), *addresses, *[t.data_ptr() for t in fresh], scratch.data_ptr()]
+        begin = scratch.data_ptr()
+        counters = counters_at(device, stream, begin, self.counted) if self.counted else scratch
+        bases = [counters.data_ptr(), *addresses, *[t.data_ptr() for t in fresh], begin]
         values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
