@@ -94,7 +94,7 @@ def check_layout(op: str, layout: str) -> None:
 
 # Below this every smooth kind is 0 to the last bit of float64; the clamp turns -inf * 0 into 0.
 _LOWEST = -1000.0
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_GELU_TANH = 2 * math.sqrt(2 / math.pi)
 
 
 def _erfc(g: Tensor) -> Tensor:
@@ -114,14 +114,15 @@ def _silu_slope(g: Tensor) -> Tensor:
 
 
 def _gelu_tanh(g: Tensor) -> Tensor:
+    # 0.5 (1 + tanh(u)) is sigmoid(2u), which loses nothing in the negative tail.
     g = g.clamp(min=_LOWEST)
-    return 0.5 * g * (1 + torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3)))
+    return g * torch.sigmoid(_GELU_TANH * (g + 0.044715 * g**3))
 
 
 def _gelu_tanh_slope(g: Tensor) -> Tensor:
     g = g.clamp(_LOWEST, -_LOWEST)
-    t = torch.tanh(_SQRT_2_OVER_PI * (g + 0.044715 * g**3))
-    return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * g * g)
+    y = _GELU_TANH * (g + 0.044715 * g**3)
+    return torch.sigmoid(y) * (1 + torch.sigmoid(-y) * _GELU_TANH * g * (1 + 3 * 0.044715 * g * g))
 
 
 def _gelu(g: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def _slopes_kernel(
         up = gate
         if GATED:
             up = tl.load(z_ptr + at + z_second, mask=inside, other=0.0).to(tl.float32)
-        h, by_gate, by_up = slopes(gate, up, KIND, GATED, alpha, limit)
+        h, by_gate, by_up = slopes(gate, up, KIND, GATED, alpha, limit, z_ptr.dtype.element_ty == tl.float32)
         if WANT_D_Z or WANT_WEIGHTS:
             g = tl.load(g_ptr + p * I + i, mask=inside, other=0.0).to(tl.float32)
             total += tl.where(inside, h * g, 0.0)

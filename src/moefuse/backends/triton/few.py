@@ -103,7 +103,7 @@ def _up_few_kernel(
         g += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             u += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    h = activate(g, u, KIND, GATED, alpha, limit)
+    h = activate(g, u, KIND, GATED, alpha, limit, x_ptr.dtype.element_ty == tl.float32)
     tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
 
 

@@ -204,7 +204,7 @@ def _product_tile(
         if GATED:
             tl.store(z_ptrs + z_second, up.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
     if KIND != "":
-        acc = activate(acc, up, KIND, GATED, alpha, limit)
+        acc = activate(acc, up, KIND, GATED, alpha, limit, out_ptr.dtype.element_ty == tl.float32)
     to = (s if SCATTER else p).to(tl.int64)
     out_ptrs = out_ptr + to[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])

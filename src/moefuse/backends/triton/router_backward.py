@@ -13,31 +13,12 @@ from moefuse.backends.triton.combine import contiguous
 from moefuse.backends.triton.combine_backward import norm_row_backward, norm_weight_gradient
 from moefuse.backends.triton.gate import raw_logits
 from moefuse.backends.triton.launch import block_of, ceil_div, launch
-from moefuse.backends.triton.route import rule_numbers
+from moefuse.backends.triton.mathfn import at_least, exp_parts, log1p_ratio, tanh_and_slope, times_power
+from moefuse.backends.triton.route import rule_numbers, scores_of, selected_parts, shares_of
 from moefuse.types import Routing
 
 #: slots whose part of the per-expert scales one program sums
 _SLOTS = 256
-
-
-@triton.jit
-def _tanh(x):
-    small = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _through_divisor(grad, values, floor, FLOORED: tl.constexpr):
-    """Gradient of values divided by their sum: FLOORED holds it up, otherwise 0 counts as 1."""
-    total = tl.sum(values, 0)
-    held = total == 0.0
-    divisor = tl.where(held, 1.0, total)
-    if FLOORED:
-        held = (total > floor) == 0
-        divisor = tl.where(held, floor, total)
-    along = tl.sum(grad * values, 0) / divisor
-    return (grad - tl.where(held, 0.0, along)) / divisor
 
 
 @triton.jit
@@ -51,56 +32,51 @@ def _row_backward(
     e = tl.arange(0, BLOCK_E)
     finite = (logits == logits) & (tl.abs(logits) < float("inf")) & (e < E)
     safe = tl.where(finite, logits, 0.0)
-    capped = safe
+    capped, bend = safe, safe
     if HAS_SOFTCAP:
-        capped = softcap * _tanh(safe / softcap)
-    if SCORE == "softmax":
-        shown = tl.where(finite, capped, float("-inf"))
-        top = tl.max(shown, 0)
-        top = tl.where(top > float("-inf"), top, 0.0)
-        scores = tl.exp(shown - top)
-        total = tl.sum(scores, 0)
-        scores = scores / tl.where(total > 0, total, 1.0)
-    elif SCORE == "sigmoid":
-        scores = tl.where(finite, 1.0 / (1.0 + tl.exp(-capped)), 0.0)
-    else:
-        t = tl.exp(-tl.abs(capped))
-        grown = 1.0 + t
-        log1p = tl.where(grown == 1.0, t, tl.log(grown) * t / tl.where(grown == 1.0, 1.0, grown - 1.0))
-        scores = tl.where(finite, tl.sqrt(tl.maximum(capped, 0.0) + log1p), 0.0)
-
+        bent, bend = tanh_and_slope(safe / softcap)
+        capped = softcap * bent
+    capped = tl.where(finite, capped, float("-inf"))
     slot = tl.arange(0, BLOCK_K)
     ids = tl.load(ids_ptr + row * stride_it + slot * stride_ik, mask=slot < TOP_K, other=E)
     live = ids < E
     grad = tl.load(grad_ptr + row * stride_gt + slot * stride_gk, mask=live, other=0.0).to(tl.float32)
     # [BLOCK_K, BLOCK_E]
     chosen = (ids[:, None] == e[None, :]) & live[:, None]
-    selected = tl.sum(tl.where(chosen, scores[None, :], 0.0), 1)
+    x = tl.sum(tl.where(chosen & finite[None, :], capped[None, :], 0.0), 1)
+    m, base, power = selected_parts(x, live, capped, SCORE)
     factor = tl.where(live, scale, 0.0)
     if HAS_SCALE:
         factor = factor * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
-    shares = selected
-    if RENORMALIZE:
-        shares = selected / tl.maximum(tl.sum(selected, 0), floor)
+    shares, divided = shares_of(m, base, power, floor, RENORMALIZE)
+    # Each step's gradient times its value, which stays in range where the scores do not.
+    by_share = grad * shares
     if AFTER:
-        grad = _through_divisor(grad, shares * factor, 0.0, False)
+        total = tl.sum(m * factor, 0)
+        divisor = tl.where(total == 0.0, 1.0, total)
+        along = tl.sum(grad * m * factor, 0) / divisor
+        by_share = tl.where(total == 0.0, by_share, (grad - along) * (m / divisor))
     if HAS_SCALE:
-        tl.store(parts_ptr + row * TOP_K + slot, tl.where(live, grad * shares * scale, 0.0), mask=slot < TOP_K)
-    grad = grad * factor
+        tl.store(parts_ptr + row * TOP_K + slot, tl.where(live, by_share * scale, 0.0), mask=slot < TOP_K)
+    by_score = by_share * factor
     if RENORMALIZE:
-        grad = tl.where(live, _through_divisor(grad, selected, floor, True), 0.0)
-    d_scores = tl.sum(tl.where(chosen, grad[:, None], 0.0), 0)
+        by_score -= divided * tl.sum(by_score, 0)
     if SCORE == "softmax":
-        d_logits = scores * (d_scores - tl.sum(grad * selected, 0))
-    elif SCORE == "sigmoid":
-        d_logits = d_scores * scores * (1.0 - scores)
+        d_scores = tl.sum(tl.where(chosen, by_score[:, None], 0.0), 0)
+        d_logits = d_scores - scores_of(capped, SCORE) * tl.sum(by_score, 0)
     else:
-        # A score that underflowed to zero has no slope left.
-        slope = 1.0 / (1.0 + tl.exp(-capped)) / tl.where(scores > 0, 2.0 * scores, 1.0)
-        d_logits = tl.where(scores > 0, d_scores * slope, 0.0)
+        # The slope of a score over the score.
+        p, k = exp_parts(at_least(-tl.abs(x), -200.0), 0.0)
+        t = times_power(p, k)
+        if SCORE == "sigmoid":
+            slope = tl.where(x < 0, 1.0, t) / (1.0 + t)
+        else:
+            tl.static_assert(SCORE == "sqrtsoftplus", "a score that Triton's kernels do not know")
+            ratio = log1p_ratio(t)
+            slope = 0.5 / ((1.0 + t) * tl.where(x < 0, ratio, at_least(x, 0.0) + t * ratio))
+        d_logits = tl.sum(tl.where(chosen, (by_score * slope)[:, None], 0.0), 0)
     if HAS_SOFTCAP:
-        bent = _tanh(safe / softcap)
-        d_logits = d_logits * (1.0 - bent * bent)
+        d_logits = d_logits * bend
     return tl.where(finite, d_logits, 0.0)
 
 
