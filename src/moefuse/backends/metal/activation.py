@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import interleaved
+from moefuse.backends.metal.codes import KINDS, NO_ACTIVATION
 from moefuse.backends.metal.launch import ceil_div, launch
-from moefuse.types import ACTIVATION_KINDS, Activation
+from moefuse.types import Activation
 
 
 def kind_of(activation: Activation | None) -> int:
-    """The kind's number in common.metal."""
-    return len(ACTIVATION_KINDS) if activation is None else ACTIVATION_KINDS.index(activation.kind)
+    """The kind's number in the shaders."""
+    return NO_ACTIVATION if activation is None else KINDS[activation.kind]
 
 
 def numbers_of(activation: Activation | None) -> list[float]:
@@ -22,11 +24,11 @@ def _up_of(gate_up: Tensor, up: Tensor | None, width: int, activation: Activatio
     """Where up begins, as a view."""
     if up is not None or not activation.gated:
         return gate_up if up is None else up
-    return gate_up.view(-1)[width if layout == "halves" else 1 :]
+    return gate_up.view(-1)[1 if interleaved(layout) else width :]
 
 
 def _sizes(gate_up: Tensor, width: int, activation: Activation, layout: str) -> list[int]:
-    step = 1 if layout == "halves" else 2
+    step = 2 if interleaved(layout) else 1
     return [width, gate_up.shape[-1], step, kind_of(activation), int(activation.gated)]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.backends.metal.codes import ENUMS
+
 #: what compiles a shader's source; the simulator puts itself here
 compile_shader: Callable[[str], Any] = torch.mps.compile_shader
 #: whether it takes processor tensors, as the simulator does
@@ -28,9 +30,10 @@ _TYPES = {
 
 @functools.cache
 def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
-    """The text of a library: macros, what all kernels share, then ``files`` in their order."""
+    """The text of a library: macros, enums, what all kernels share, then ``files`` in their order."""
     lines = [f"#define {name} {_TYPES.get(value, value)}\n" for name, value in macros]
-    return "".join((*lines, *((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))))
+    texts = ((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))
+    return "".join((*lines, ENUMS, *texts))
 
 
 @functools.cache

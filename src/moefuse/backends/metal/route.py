@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import sums_two
+from moefuse.backends.metal.codes import SCORE
 from moefuse.backends.metal.launch import dense, launch, rows
-from moefuse.types import SCORES, Routing
+from moefuse.types import Routing
 
 
 def rule_of(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> list[int]:
     """The fields of ``Rule`` in route.metal."""
     return [
-        E, routing.top_k, SCORES.index(routing.score), int(routing.renormalize), int(routing.renormalize_after_scale),
-        routing.groups, routing.top_groups, int(routing.group_score == "top2_sum"), int(routing.softcap is not None),
+        E, routing.top_k, SCORE[routing.score], int(routing.renormalize), int(routing.renormalize_after_scale),
+        routing.groups, routing.top_groups, int(sums_two(routing.group_score)), int(routing.softcap is not None),
         int(bias is not None), int(per_expert_scale is not None),
     ]  # fmt: skip
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from moefuse import config
-from moefuse.quant import formats
 
 # The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
-FORMATS = frozenset(formats.FORMATS)
 
 #: op -> the module beside this one that has it
 _HOMES = {
@@ -65,9 +63,11 @@ def _ops() -> dict[str, Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    """``OPS`` and ``record`` import triton, so they are made when first asked for."""
+    """``OPS``, ``FORMATS`` and ``record`` import triton, so they are made when first asked for."""
     if name == "OPS":
         found: Any = _ops()
+    elif name == "FORMATS":
+        found = frozenset(importlib.import_module(f"{__name__}.blocks").DECODED)
     elif name == "record":
         found = importlib.import_module(f"{__name__}.recording").record
     else:

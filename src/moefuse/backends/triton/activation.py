@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, interleaved
 from moefuse.backends.triton.launch import ceil_div, launch
 from moefuse.backends.triton.mathfn import (
     at_least,
@@ -16,7 +17,13 @@ from moefuse.backends.triton.mathfn import (
     sigmoid_parts,
     times_power,
 )
-from moefuse.types import Activation
+from moefuse.types import ACTIVATION_KINDS, Activation
+
+#: the kinds that `_value_and_slope` has a branch for
+KINDS = Codes(
+    "triton", "activation", ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp"),
+    ACTIVATION_KINDS,
+)  # fmt: skip
 
 
 @triton.jit
@@ -127,8 +134,11 @@ def slopes(g, u, KIND: tl.constexpr, GATED: tl.constexpr, alpha, limit, FINE: tl
 
 
 def activation_numbers(activation: Activation | None) -> tuple[float, float]:
-    """alpha and limit, as `activate` and `slopes` take them."""
-    return (1.0, 1.0) if activation is None else (activation.alpha, activation.limit)
+    """alpha and limit, as `activate` and `slopes` take them; refuses a kind that they do not know."""
+    if activation is None:
+        return 1.0, 1.0
+    KINDS[activation.kind]
+    return activation.alpha, activation.limit
 
 
 @triton.jit
@@ -155,7 +165,7 @@ def _parts(gate_up: Tensor, up: Tensor | None, gated: bool, layout: str) -> tupl
     if not gated:
         return gate_up, gate_up.shape[-1], gate_up.shape[-1], 1
     width, flat = gate_up.shape[-1] // 2, gate_up.view(-1)
-    return (flat[width:], width, 2 * width, 1) if layout == "halves" else (flat[1:], width, 2 * width, 2)
+    return (flat[1:], width, 2 * width, 2) if interleaved(layout) else (flat[width:], width, 2 * width, 1)
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:

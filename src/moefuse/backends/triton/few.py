@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.gated import up_biases
-from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
 from moefuse.backends.triton.combine import contiguous, finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_rows
@@ -236,7 +236,7 @@ def experts_few(
     launch(
         _up_few_kernel, (T * top_k, max(1, ceil_div(I, first.n))), x, ids, w, u, bias, up_bias, hidden, arrived, E, I,
         H, top_k, *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()),
-        activation.alpha, activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format,
+        *activation_numbers(activation), KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format,
         U_FORMAT=u_format, WORDS=up_words, ROUNDED=up_words and _may_round(gate_up, up),
         ASM=up_words and not INTERPRETED, HAS_BIAS=bias is not None, COUNTS=arrived is not None, PDL=PDL,
         BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,

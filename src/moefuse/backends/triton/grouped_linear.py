@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import gate_and_up
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
@@ -294,7 +295,7 @@ def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
     """How far apart the gate columns of a pre-activation are, and how far its up columns are from them."""
-    return (2, 1) if gated and layout == "interleaved" else (1, I)
+    return (2, 1) if gated and interleaved(layout) else (1, I)
 
 
 def in_words(rows: Tensor, format: str) -> bool:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, sums_two
 from moefuse.backends.triton.launch import block_of, launch
 from moefuse.backends.triton.mathfn import (
     at_least,
@@ -18,7 +19,10 @@ from moefuse.backends.triton.mathfn import (
     tanh_and_slope,
     times_power,
 )
-from moefuse.types import Routing
+from moefuse.types import SCORES, Routing
+
+#: the scores that `selected_parts` has a branch for
+SCORE_NAMES = Codes("triton", "score", ("softmax", "sigmoid", "sqrtsoftplus"), SCORES)
 
 
 @triton.jit
@@ -215,7 +219,8 @@ def _route_kernel(
 
 
 def rule_numbers(routing: Routing) -> tuple[float, float, float]:
-    """The run-time numbers of a rule, as `route_row` takes them."""
+    """The run-time numbers of a rule, as `route_row` takes them; refuses a score that it does not know."""
+    SCORE_NAMES[routing.score]
     return routing.scale, routing.softcap or 1.0, routing.floor
 
 
@@ -230,7 +235,7 @@ def rule_options(routing: Routing, E: int, bias: Tensor | None, per_expert_scale
         "HAS_SCALE": per_expert_scale is not None,
         "GROUPS": routing.groups,
         "TOP_GROUPS": routing.top_groups,
-        "TOP2": routing.group_score == "top2_sum",
+        "TOP2": sums_two(routing.group_score),
         "TOP_K": routing.top_k,
         "BLOCK_E": block_of(E),
         "BLOCK_G": block_of(routing.groups, 1),
