@@ -274,6 +274,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         types = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         return Compiled(kernel, types, names, seen), tuple(options[name] for name in names)
 
+    monkeypatch.setitem(recording._PROVED, torch.device("cpu"), None)
     monkeypatch.setattr(recording, "INTERPRETED", False)
     monkeypatch.setattr(recording, "compiled_for", compiled_for)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor

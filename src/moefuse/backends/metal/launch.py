@@ -28,7 +28,7 @@ _TYPES = {
 }
 
 
-@functools.cache
+@functools.lru_cache(512)
 def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
     """The text of a library: macros, enums, what all kernels share, then ``files`` in their order."""
     lines = [f"#define {name} {_TYPES.get(value, value)}\n" for name, value in macros]
@@ -36,14 +36,14 @@ def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
     return "".join((*lines, ENUMS, *texts))
 
 
-@functools.cache
+@functools.lru_cache(512)
 def _kernel(
     compiler: Callable[[str], Any], name: str, files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]
 ) -> Any:
     return getattr(_library(compiler, source(files, macros)), name)
 
 
-@functools.cache
+@functools.lru_cache(512)
 def _library(compiler: Callable[[str], Any], text: str) -> Any:
     return compiler(text)
 

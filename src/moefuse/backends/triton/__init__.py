@@ -38,6 +38,8 @@ _HOMES = {
 def unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install moefuse[triton])"
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs, and this torch is built for AMD's (ROCm)"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return None if major >= 8 else f"it needs compute capability 8.0, this GPU has {major}.{minor}"
@@ -50,11 +52,22 @@ def emulates() -> tuple[str, ...]:
 
 
 def describe() -> dict[str, Any]:
+    """Facts for ``moefuse info``; of each fast path whether it is on, and if not, why."""
     if not torch.cuda.is_available():
         return {"device": "Triton's interpreter, on the processor"}
+    launch, grouped_linear, recording = (
+        importlib.import_module(f"{__name__}.{name}") for name in ("launch", "grouped_linear", "recording")
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    paths = {
+        "Hopper's product": grouped_linear.why_not_hopper(device),
+        "replay": recording.why_not(device),
+        "programmatic dependent launch": None if launch.PDL else "it needs compute capability 9.0",
+    }
     return {
         "device": torch.cuda.get_device_name(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        **{name: "on" if reason is None else f"off: {reason}" for name, reason in paths.items()},
     }
 
 

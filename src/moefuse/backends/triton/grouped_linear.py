@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,20 @@ from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
+_hopper_error: str | None = None
 try:
     from moefuse.backends.triton import hopper as hopper
-except ImportError:  # Gluon is experimental: another Triton may not have what the kernel is written with
-    hopper = None  # type: ignore[assignment]
+except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
+    hopper, _hopper_error = None, f"this Triton lacks what it is written with ({error})"  # type: ignore[assignment]
+    if PDL:
+        logging.getLogger("moefuse").warning("moefuse: triton: Hopper's product is off: %s", _hopper_error)
+
+
+def why_not_hopper(device: torch.device) -> str | None:
+    """None where many rows go through the product written for Hopper, or why they do not."""
+    if capability(device)[0] != 9:
+        return "it needs compute capability 9.x"
+    return _hopper_error
 
 
 @triton.jit

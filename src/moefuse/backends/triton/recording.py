@@ -7,18 +7,20 @@ not results lie in one allocation, and nothing is sorted out anew.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.launch import INTERPRETED, compiled_for, counters_at, launch, recording
+from moefuse.backends.triton.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
@@ -142,6 +144,57 @@ def record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callabl
     It takes the tensors that are not None, and their addresses. All are on one device, and begin at multiples of 16
     bytes. ``run`` returns tensors, in a tuple or alone, or None among them.
     """
+    device = next(t for t in tensors if t is not None).device
+    return None if why_not(device) is not None else _record(run, tensors)
+
+
+#: device -> None where a replay gave there what the launches gave, or why not
+_PROVED: dict[torch.device, str | None] = {}
+
+
+@triton.jit
+def _probe_kernel(x_ptr, out_ptr, n, added, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, 2.0 * tl.load(x_ptr + at, mask=at < n, other=0.0) + added, mask=at < n)
+
+
+def why_not(device: torch.device) -> str | None:
+    """None where launches are replayed, or why they are not.
+
+    Triton's launcher is called by a layout that it does not promise, so a tiny replay is compared once with launches.
+    """
+    if device not in _PROVED:
+        if capturing(device):
+            return "it has not been tried yet, and cannot be while a graph is captured"
+        reason = _probe(device)
+        _PROVED[device] = reason
+        if reason is not None:
+            logging.getLogger("moefuse").warning("moefuse: triton: replay is off: %s", reason)
+    return _PROVED[device]
+
+
+def _probe(device: torch.device) -> str | None:
+    def run(x: Tensor) -> Tensor:
+        middle, out = torch.empty_like(x), torch.empty_like(x)
+        launch(_probe_kernel, (1,), x, middle, 5, 1.0, BLOCK=16, num_warps=1)
+        launch(_probe_kernel, (1,), middle, out, 5, 3.0, BLOCK=16, num_warps=1)
+        return out
+
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            first, second = (torch.arange(start, start + 5.0, device=device) for start in (0, 7))
+            run(first)
+            replay = _record(run, [first])
+            if replay is None:
+                return "a run of two launches could not be taken down"
+            if torch.equal(replay([second], [second.data_ptr()]), 4 * second + 5):
+                return None
+    except Exception as error:  # whatever this Triton objects to, ordinary launches serve
+        return f"this Triton's launcher is another ({type(error).__name__}: {error})"
+    return "a replay gave other numbers than the launches"
+
+
+def _record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any] | None:
     given = [t for t in tensors if t is not None]
     device = given[0].device
     with torch.inference_mode(False), FakeTensorMode():
