@@ -111,3 +111,25 @@ def test_import_is_light() -> None:
 def test_version_is_the_installed_one() -> None:
     changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     assert f"## {moefuse.__version__}" in changelog
+
+
+def _kept(tree: ast.Module) -> Iterator[str]:
+    """Names of a module's containers that begin empty, and of what remembers its results."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            if any("cache" in ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list):
+                yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = ast.unparse(node.value)
+            if value in ("{}", "[]", "set()") or "_cache(" in value or "WeakKey" in value:
+                yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+
+
+def test_the_docs_list_all_state_between_calls() -> None:
+    listed = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for path in sorted(ROOT.rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if module.split(".")[0] in ("testing", "bench", "cli"):
+            continue
+        for name in _kept(ast.parse(path.read_text(encoding="utf-8"))):
+            assert f"`{module}.{name}`" in listed, f"{module}.{name} is not in docs/architecture.md"

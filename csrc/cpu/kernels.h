@@ -17,6 +17,11 @@ constexpr int kPlainTypes = 3;
 constexpr int kBlockTypes = 13;
 enum class Score : int { softmax, sigmoid, sqrtsoftplus };
 enum class Act : int { silu, gelu_tanh, gelu, relu, relu2, swiglu_oai, swiglu_clamp };
+// Their names to Python, in the same order.
+constexpr const char* kFormatNames[] = {"Q4_K", "Q6_K", "Q8_0",   "Q4_0",   "Q5_K",  "Q5_0", "Q5_1",
+                                        "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K"};
+constexpr const char* kScoreNames[] = {"softmax", "sigmoid", "sqrtsoftplus"};
+constexpr const char* kActNames[] = {"silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp"};
 
 struct Activation {
   Act kind;

@@ -9,6 +9,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
+#include <stdexcept>
+
 #include "core.h"
 #include "pool.h"
 #include "training.h"
@@ -35,12 +38,23 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-Tensor tensor(const TensorArg& t) { return {at<const void>(std::get<0>(t)), static_cast<Dtype>(std::get<1>(t))}; }
+// A number from Python as a value of an enum that has `count` of them.
+template <class E>
+E checked(int code, size_t count, const char* what) {
+  if (code < 0 || static_cast<size_t>(code) >= count) {
+    throw std::invalid_argument("cpu: no kernels for " + std::string(what) + " number " + std::to_string(code));
+  }
+  return static_cast<E>(code);
+}
 
-Output output(const TensorArg& t) { return {at<void>(std::get<0>(t)), static_cast<Dtype>(std::get<1>(t))}; }
+Dtype dtype(int code) { return checked<Dtype>(code, kPlainTypes, "dtype"); }
+
+Tensor tensor(const TensorArg& t) { return {at<const void>(std::get<0>(t)), dtype(std::get<1>(t))}; }
+
+Output output(const TensorArg& t) { return {at<void>(std::get<0>(t)), dtype(std::get<1>(t))}; }
 
 Weight weight(const WeightArg& w) {
-  return {at<const void>(std::get<0>(w)), static_cast<WeightType>(std::get<1>(w)), std::get<2>(w), std::get<3>(w),
+  return {at<const void>(std::get<0>(w)), checked<WeightType>(std::get<1>(w), kPlainTypes + kBlockTypes, "weight type"), std::get<2>(w), std::get<3>(w),
           std::get<4>(w)};
 }
 
@@ -50,12 +64,12 @@ Tail tail(const TailArg& t) {
 }
 
 Routing routing(const RoutingArg& r) {
-  return {std::get<0>(r), static_cast<Score>(std::get<1>(r)), std::get<2>(r), std::get<3>(r), std::get<4>(r),
+  return {std::get<0>(r), checked<Score>(std::get<1>(r), std::size(kScoreNames), "score"), std::get<2>(r), std::get<3>(r), std::get<4>(r),
           std::get<5>(r), std::get<6>(r),                     std::get<7>(r), std::get<8>(r), std::get<9>(r)};
 }
 
 Activation activation(const ActivationArg& a) {
-  return {static_cast<Act>(std::get<0>(a)), std::get<1>(a), std::get<2>(a)};
+  return {checked<Act>(std::get<0>(a), std::size(kActNames), "activation"), std::get<1>(a), std::get<2>(a)};
 }
 
 // Absent where there are none; a plan that leads outside its S rows is refused.
@@ -73,6 +87,23 @@ NB_MODULE(_core, m) {
   // That of torch, which puts its runtime in the global scope and is imported before this module.
   share_openmp(reinterpret_cast<OpenMPParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")));
 
+  // The last of each enum has the last name.
+  static_assert(std::size(kFormatNames) == kBlockTypes);
+  static_assert(std::size(kFormatNames) + kPlainTypes == static_cast<size_t>(WeightType::q3_k) + 1);
+  static_assert(std::size(kScoreNames) == static_cast<size_t>(Score::sqrtsoftplus) + 1);
+  static_assert(std::size(kActNames) == static_cast<size_t>(Act::swiglu_clamp) + 1);
+  m.def("names", [] {
+    nb::dict found;
+    auto put = [&](const char* what, auto& names) {
+      nb::list list;
+      for (const char* name : names) list.append(name);
+      found[what] = list;
+    };
+    put("formats", kFormatNames);
+    put("scores", kScoreNames);
+    put("activations", kActNames);
+    return found;
+  });
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("isas", &isas);
   m.def("set_isa", &set_isa);

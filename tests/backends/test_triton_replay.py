@@ -274,6 +274,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         types = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         return Compiled(kernel, types, names, seen), tuple(options[name] for name in names)
 
+    monkeypatch.setitem(recording._PROVED, torch.device("cpu"), None)
     monkeypatch.setattr(recording, "INTERPRETED", False)
     monkeypatch.setattr(recording, "compiled_for", compiled_for)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor
@@ -314,24 +315,30 @@ def test_a_tensor_at_an_odd_address_takes_the_long_way(launched: list[Any]) -> N
     assert all(odd.data_ptr() not in addresses for _, addresses in launched)
 
 
-def test_each_stream_has_its_counters(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.backends.triton.launch import _COUNTERS, counters_on
+def test_a_replay_counts_where_no_other_counts(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside graphs the router's counters go with the stream; inside one, with the replay's scratch memory."""
+    from moefuse.backends.triton import recording
+    from moefuse.backends.triton.launch import counters_at
 
-    block, cpu = Block("cpu"), torch.device("cpu")
+    block, asked = Block("cpu"), []
     x = block.random(1, H)
-    # Made ahead of the calls, so that none of their buffers can have had the address of one.
-    counters = {stream: counters_on(cpu, stream).data_ptr() for stream in (0, 7)}
-    try:
-        for stream in (0, 0, 7, 0):
-            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
-            block.check(x, x)
-        for step, stream in enumerate((0, 7, 0)):
-            for seen, addresses in (launched[3 * step], launched[3 * step + 2]):  # the router and the down product
-                assert seen == stream
-                assert counters[stream] in addresses
-                assert counters[7 - stream] not in addresses
-    finally:
-        del _COUNTERS[cpu, 7]
+
+    def watched(device: torch.device, stream: int, scratch: int, count: int) -> Tensor:
+        found = counters_at(device, stream, scratch, count)
+        asked.append((stream, scratch, count, found.data_ptr()))
+        return found
+
+    monkeypatch.setattr(recording, "counters_at", watched)
+    for stream in (0, 0, 7, 0):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
+        block.check(x, x)
+    assert [stream for stream, *_ in asked] == [0, 7, 0]
+    assert asked[0][-1] == asked[2][-1] != asked[1][-1]
+    for step, (stream, scratch, count, counters) in enumerate(asked):
+        seen, addresses = launched[3 * step]  # the router
+        assert (seen, count) == (stream, 1)
+        assert counters in addresses
+        assert scratch in addresses
 
 
 def test_another_device_is_made_current(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moefuse.backends.codes import interleaved
+
 
 def gate_and_up(stack: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Gate rows and up rows of ``[E, 2 * I, ...]``."""
     I = stack.shape[1] // 2
-    return (stack[:, :I], stack[:, I:]) if layout == "halves" else (stack[:, ::2], stack[:, 1::2])
+    return (stack[:, ::2], stack[:, 1::2]) if interleaved(layout) else (stack[:, :I], stack[:, I:])
 
 
 def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -81,22 +81,34 @@ def restore_order(module: Any) -> None:
                 stack.data = stack.data.contiguous()
 
 
-_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
+#: where a module keeps the fields of its activation, empty where it is none of ours: plain values, which torch.compile
+#: takes as constants of the traced program and may share between layers
+_KEPT = "_moefuse_activation"
 
 
 def known_activation(module: nn.Module) -> Activation | None:
     """The module's activation where it is one of ours; looked into once per module."""
-    fields = _activation_fields(module)
-    return None if fields is None else Activation(*fields)
+    fields = getattr(module, _KEPT, None)
+    if fields is None:
+        fields = _fields_at(id(module)) if torch.compiler.is_compiling() else _keep_fields(module)
+    return Activation(*fields) if fields else None
+
+
+def _fields_of(module: Any) -> tuple[Any, ...]:
+    found = module.activation if isinstance(module, BlockExperts) else activation_of(module)
+    return () if found is None else dataclasses.astuple(found)
+
+
+def _keep_fields(module: nn.Module) -> tuple[Any, ...]:
+    fields = _fields_of(module)
+    setattr(module, _KEPT, fields)
+    return fields
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
-def _activation_fields(module: nn.Module) -> tuple[Any, ...] | None:
-    """Plain values, which torch.compile can take as constants of the traced program."""
-    if module not in _ACTIVATIONS:
-        found = module.activation if isinstance(module, BlockExperts) else activation_of(module)
-        _ACTIVATIONS[module] = None if found is None else dataclasses.astuple(found)
-    return _ACTIVATIONS[module]
+def _fields_at(address: int) -> tuple[Any, ...]:
+    """For a module that is traced before it ever ran. torch 2.11 takes no module as argument of such a function."""
+    return _fields_of(ctypes.cast(address, ctypes.py_object).value)
 
 
 def _with_own_parts(module: Any, x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:

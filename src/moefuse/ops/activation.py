@@ -10,13 +10,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, interleaved
 from moefuse.ops.checks import FLOATS, check_tensor, widen
 from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
-from moefuse.types import LAYOUTS, Activation
+from moefuse.types import ACTIVATION_KINDS, LAYOUTS, Activation
 
 ACTIVATION_SCHEMA = "str kind, bool gated, float alpha, float limit"
-activation_of = functools.cache(Activation)
+#: the oldest of these goes first
+activation_of = functools.lru_cache(256)(Activation)
 
 
 def flatten(activation: Activation) -> tuple[Any, ...]:
@@ -94,7 +96,7 @@ def check_layout(op: str, layout: str) -> None:
 
 # Below this every smooth kind is 0 to the last bit of float64; the clamp turns -inf * 0 into 0.
 _LOWEST = -1000.0
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_GELU_TANH = 2 * math.sqrt(2 / math.pi)
 
 
 def _erfc(g: Tensor) -> Tensor:
@@ -114,15 +116,15 @@ def _silu_slope(g: Tensor) -> Tensor:
 
 
 def _gelu_tanh(g: Tensor) -> Tensor:
+    # 0.5 (1 + tanh(u)) is sigmoid(2u), which loses nothing in the negative tail.
     g = g.clamp(min=_LOWEST)
-    # 0.5 (1 + tanh u) is sigmoid(2u), which loses nothing in the negative tail
-    return g * torch.sigmoid(2 * _SQRT_2_OVER_PI * (g + 0.044715 * g**3))
+    return g * torch.sigmoid(_GELU_TANH * (g + 0.044715 * g**3))
 
 
 def _gelu_tanh_slope(g: Tensor) -> Tensor:
     g = g.clamp(_LOWEST, -_LOWEST)
-    s = torch.sigmoid(2 * _SQRT_2_OVER_PI * (g + 0.044715 * g**3))
-    return s + g * s * (1 - s) * 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * g * g)
+    y = _GELU_TANH * (g + 0.044715 * g**3)
+    return torch.sigmoid(y) * (1 + torch.sigmoid(-y) * _GELU_TANH * g * (1 + 3 * 0.044715 * g * g))
 
 
 def _gelu(g: Tensor) -> Tensor:
@@ -156,8 +158,16 @@ _PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, Tensor | None]:
     """Gate and up in the arithmetic type; up is None when ungated."""
     if up is None and activation.gated:
-        gate_up, up = gate_up.chunk(2, -1) if layout == "halves" else (gate_up[..., ::2], gate_up[..., 1::2])
+        gate_up, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved(layout) else gate_up.chunk(2, -1)
     return widen(gate_up), None if up is None else widen(up)
+
+
+#: the clamped kinds, and whether up counts one more
+_CLAMPED = Codes("reference", "activation", ("swiglu_clamp", "swiglu_oai"), ACTIVATION_KINDS)
+
+
+def _adds_one(kind: str) -> bool:
+    return bool(_CLAMPED[kind])
 
 
 def _limited(g: Tensor, u: Tensor | None, limit: float) -> tuple[Tensor, Tensor | None]:
@@ -181,8 +191,8 @@ def glu_reference(gate_up: Tensor, up: Tensor | None, activation: Activation, la
         value = _PLAIN[activation.kind][0](g)
         out = value if u is None else value * u
     else:
+        oai = _adds_one(activation.kind)
         g, u = _limited(g, u, activation.limit)
-        oai = activation.kind == "swiglu_oai"
         value = _sigmoid_unit(g, activation.alpha if oai else 1.0)[0]
         out = value if u is None else value * (u + 1 if oai else u)
     return out.to(gate_up.dtype).contiguous()
@@ -198,7 +208,7 @@ def _partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tens
         return slope(g) if u is None else slope(g) * u, None if u is None else value(g)
     inside = (g <= activation.limit).to(g.dtype)
     lg, lu = _limited(g, u, activation.limit)
-    oai = activation.kind == "swiglu_oai"
+    oai = _adds_one(activation.kind)
     value_g, slope_g = _sigmoid_unit(lg, activation.alpha if oai else 1.0)
     if u is None or lu is None:
         return slope_g * inside, None
@@ -217,9 +227,9 @@ def glu_backward_reference(
     d_up = (widen(grad) * by_up).to(gate_up.dtype).contiguous()
     if up is not None:
         return d_gate, d_up
-    if layout == "halves":
-        return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
-    return torch.stack((d_gate, d_up), -1).flatten(-2), grad.new_empty(0)
+    if interleaved(layout):
+        return torch.stack((d_gate, d_up), -1).flatten(-2), grad.new_empty(0)
+    return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
 
 
 def _glu_kernel(

@@ -15,7 +15,7 @@ from moefuse.ops.activation import ACTIVATION_SCHEMA, activation_of, glu_backwar
 from moefuse.ops.checks import widen
 from moefuse.ops.combine import TAIL_SCHEMA, Tail, combine_reference, out_dtype
 from moefuse.ops.grouped_linear import grouped_linear_reference, grouped_outer_reference
-from moefuse.ops.library import define, refuse_second_order, untraced
+from moefuse.ops.library import define, prove, refuse_second_order, untraced
 from moefuse.ops.select import inherit, select
 from moefuse.ops.tail_backward import tail_backward
 from moefuse.types import Activation
@@ -196,8 +196,34 @@ def _backward(ctx: Any, d_out: Tensor | None, d_normed: Tensor | None, _: Any) -
     )  # fmt: skip
 
 
+def _keeping_shows() -> bool:
+    """Whether a backward pass can tell that what was saved is kept."""
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, grad: Any) -> Any:
+            seen.append(torch._C._autograd._get_current_graph_task_keep_graph())
+            return grad
+
+    with torch.inference_mode(False), torch.enable_grad():
+        y = Look.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+        y.backward(retain_graph=True)
+        y.backward()
+    return seen == [True, False]
+
+
+_REUSES = prove("gradients in saved memory", _keeping_shows)
+
+
 def _is_last_use(z: Tensor) -> bool:
     """Whether this backward pass frees what was saved: then the memory of z may be written."""
+    if not _REUSES:
+        return False
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return untraced((z,)) and not torch.is_grad_enabled() and not keeps
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefuse.ops import select
 
@@ -15,8 +17,54 @@ _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bo
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
 
 
+#: what rests on torch's internals -> None where they were seen to hold, or why it is off
+FAST_PATHS: dict[str, str | None] = {}
+
+
+def prove(path: str, holds: Callable[[], bool]) -> bool:
+    """Try once whether torch's internals are what a fast path takes them for; say so where they are not."""
+    try:
+        reason = None if holds() else "torch's internals behave otherwise"
+    except Exception as error:  # whatever this torch objects to, the long way serves
+        reason = f"torch's internals are others ({type(error).__name__}: {error})"
+    FAST_PATHS[path] = reason
+    if reason is not None:
+        logging.getLogger("moefuse").warning("moefuse: %s is off: %s", path, reason)
+    return reason is None
+
+
+def _watchers_show() -> bool:
+    """Whether each of a mode, a transform and forward-mode gradients shows in what `unwatched` looks at."""
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_watched())
+        return x
+
+    if _watched():
+        return True  # imported under a mode or a transform: that shows
+    x = torch.ones(1)
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
+        look(x)
+    torch.func.vmap(look)(x)
+    with forward_ad.dual_level():
+        look(x)
+    return seen == [True] * 3 and not _watched()
+
+
+def _watched() -> bool:
+    if torch._C._len_torch_dispatch_stack() != 0:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+_DIRECT = prove("calls past the dispatcher", _watchers_show)
+
+
 def unwatched() -> bool:
     """Whether no tracing and no transform is under way."""
+    if not _DIRECT:
+        return False
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefuse.backends.codes import sums_two
 from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
 from moefuse.ops.library import define, refuse_second_order
 from moefuse.ops.select import inherit, select
@@ -18,7 +19,8 @@ ROUTING_SCHEMA = (
     "int top_k, str score, bool renormalize, float scale, int groups, int top_groups, str group_score, "
     "float? softcap, float? norm_floor, bool renormalize_after_scale"
 )
-routing_of = functools.cache(Routing)
+#: the oldest of these goes first
+routing_of = functools.lru_cache(256)(Routing)
 
 
 def flatten(routing: Routing) -> tuple[Any, ...]:
@@ -106,14 +108,14 @@ def _scores(logits: Tensor, routing: Routing) -> Tensor:
     if routing.score == "sqrtsoftplus":
         # softplus is e**x down there, and its root is taken before it underflows
         return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
-    raise ValueError(f"route: no rule for score {routing.score!r}")
+    raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
     """Which experts ``[T, E]`` lie in the kept groups."""
     T, E = key.shape
     grouped = (T, routing.groups, E // routing.groups)
-    if routing.group_score == "max":
+    if not sums_two(routing.group_score):
         value = key.masked_fill(~candidate, -torch.inf).view(grouped).amax(-1)
     else:
         masked = scores.masked_fill(~candidate, -torch.inf).view(grouped)
@@ -214,7 +216,7 @@ def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Ro
         # A score that underflowed to zero has no slope left.
         d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
     else:
-        raise ValueError(f"route: no rule for score {routing.score!r}")
+        raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)

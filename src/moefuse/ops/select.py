@@ -22,6 +22,8 @@ from moefuse.quant.tensor import format_in
 
 _log = logging.getLogger("moefuse")
 
+#: remembered choices; the oldest goes first
+_MOST = 1024
 #: op name -> reference, filled by the op pages
 REFERENCES: dict[str, Callable[..., Any]] = {}
 #: what else rests on a choice and goes when choices are forgotten
@@ -63,7 +65,7 @@ def _rejection(
     return f"it has no kernel for {', '.join(lacking)}" if lacking else None
 
 
-@functools.cache
+@functools.lru_cache(_MOST)
 def _resolve(
     op: str, device: str, dtype: torch.dtype, specs: tuple[str | None, ...], explicit: str | None, source: str
 ) -> Selection:
@@ -85,7 +87,7 @@ def _resolve(
     return Selection(op, device, REFERENCE, REFERENCES[op], tuple(decisions))
 
 
-@functools.cache
+@functools.lru_cache(_MOST)
 def _chosen(
     op: str, device: str, dtype: torch.dtype, specs: tuple[str | None, ...], backend: str | None, forced: str | None
 ) -> Selection:

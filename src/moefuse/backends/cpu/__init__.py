@@ -58,5 +58,5 @@ def describe() -> dict[str, Any]:
         "isa": _native.core.isa(),
         "isas": _native.core.isas(),
         "threads": _native.threads(),
-        "shares torch's threads": _native.core.shares_openmp(),
+        "torch's thread team": "on" if _native.core.shares_openmp() else "off: torch's OpenMP runtime was not found",
     }

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, sums_two
+from moefuse.quant import formats as quant
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import ACTIVATION_KINDS, SCORES, Activation, Routing
 
@@ -19,20 +21,22 @@ core: Any = None
 import_error: str | None = None
 try:
     core = importlib.import_module("moefuse.backends.cpu._core")
+    if not hasattr(core, "names"):
+        core, import_error = None, "it was built from older sources; install again"
 except ImportError as error:
     import_error = str(error)
 
-# In the order of the enums in csrc/cpu/kernels.h.
+# In the order of the enums in csrc/cpu/kernels.h, which the module tells.
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ABSENT = (0, 0)
 # Where a tensor without elements "is": torch gives it address 0, which to the C++ side means there is no tensor.
 _NOWHERE = 64
 _NO_WEIGHT = (0, 0, 0, 0, False)
+_NAMES = {} if core is None else core.names()
+_KINDS = Codes("cpu", "activation", _NAMES.get("activations", ()), ACTIVATION_KINDS)
+_SCORES = Codes("cpu", "score", _NAMES.get("scores", ()), SCORES)
 # WeightType: the dtypes, then these.
-FORMATS = (
-    "Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K", "Q5_0", "Q5_1", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K",
-)  # fmt: skip
-_FORMAT = {name: code for code, name in enumerate(FORMATS, len(_DTYPE))}
+FORMATS = Codes("cpu", "format", _NAMES.get("formats", ()), quant.FORMATS, first=len(_DTYPE))
 
 
 def rows_dense(weight: Tensor | QuantTensor | None) -> Any:
@@ -51,7 +55,7 @@ def weight_arg(w: Tensor | QuantTensor | None) -> tuple[int, int, int, int, bool
         return _NO_WEIGHT
     if isinstance(w, QuantTensor):
         blocks = w.blocks
-        return address(blocks), _FORMAT[w.format], blocks.stride(0), blocks.stride(-2), w.exact
+        return address(blocks), FORMATS[w.format], blocks.stride(0), blocks.stride(-2), w.exact
     size = w.element_size()
     return address(w), _DTYPE[w.dtype], w.stride(0) * size, w.stride(-2) * size, False
 
@@ -66,18 +70,18 @@ def wanted_like(inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], 
     return found, [_ABSENT if t is None else tensor_arg(out) for t, out in zip(inputs, found, strict=True)]
 
 
-@functools.cache
+@functools.lru_cache(256)
 def routing_arg(routing: Routing) -> tuple[Any, ...]:
     return (
-        routing.top_k, SCORES.index(routing.score), routing.renormalize, routing.scale, routing.groups,
-        routing.top_groups, routing.group_score == "top2_sum", routing.softcap or 0.0, routing.floor,
+        routing.top_k, _SCORES[routing.score], routing.renormalize, routing.scale, routing.groups,
+        routing.top_groups, sums_two(routing.group_score), routing.softcap or 0.0, routing.floor,
         routing.renormalize_after_scale,
     )  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(256)
 def activation_arg(activation: Activation) -> tuple[int, float, float]:
-    return ACTIVATION_KINDS.index(activation.kind), activation.alpha, activation.limit
+    return _KINDS[activation.kind], activation.alpha, activation.limit
 
 
 threads = torch.get_num_threads

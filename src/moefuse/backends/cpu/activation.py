@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import interleaved
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import activation_arg, tensor_arg
 from moefuse.types import Activation
@@ -16,7 +17,7 @@ def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str)
     out = torch.empty((*gate_up.shape[:-1], I), dtype=gate_up.dtype)
     _native.core.glu(
         tensor_arg(gate_up), tensor_arg(up), out.numel() // max(I, 1), I, activation_arg(activation),
-        activation.gated, layout == "interleaved", tensor_arg(out), _native.threads(),
+        activation.gated, interleaved(layout), tensor_arg(out), _native.threads(),
     )  # fmt: skip
     return out
 
@@ -29,7 +30,7 @@ def glu_backward(
     d_up = torch.empty(0 if up is None else up.shape, dtype=gate_up.dtype)
     _native.core.glu_backward(
         tensor_arg(grad), tensor_arg(gate_up), tensor_arg(up), grad.numel() // max(I, 1), I,
-        activation_arg(activation), activation.gated, layout == "interleaved", tensor_arg(d_gate_up), tensor_arg(d_up),
+        activation_arg(activation), activation.gated, interleaved(layout), tensor_arg(d_gate_up), tensor_arg(d_up),
         _native.threads(),
     )  # fmt: skip
     return d_gate_up, d_up

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import interleaved
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import (
     activation_arg,
@@ -54,7 +55,7 @@ def experts_saving(
     _native.core.experts(
         tensor_arg(x), ids.data_ptr(), ids.dtype == torch.int64, tensor_arg(weights), weight_arg(gate_up),
         weight_arg(up), weight_arg(down), tensor_arg(gate_up_bias), tensor_arg(down_bias), address(offsets),
-        address(order), T, top_k, E, H, I, activation_arg(activation), activation.gated, layout == "interleaved",
+        address(order), T, top_k, E, H, I, activation_arg(activation), activation.gated, interleaved(layout),
         tail, tensor_arg(z), _native.threads(),
     )  # fmt: skip
 
@@ -91,6 +92,6 @@ def experts_backward(
     _native.core.experts_backward(
         tensor_arg(d), tensor_arg(x), tensor_arg(z), tensor_arg(weights), weight_arg(gate_up), weight_arg(up),
         weight_arg(down), tensor_arg(down_bias), offsets.data_ptr(), order.data_ptr(), inverse.data_ptr(), T, top_k,
-        E, H, I, activation_arg(activation), activation.gated, layout == "interleaved", out, _native.threads(),
+        E, H, I, activation_arg(activation), activation.gated, interleaved(layout), out, _native.threads(),
     )  # fmt: skip
     return found

@@ -8,7 +8,7 @@ import torch
 
 from moefuse.backends.metal import launch
 from moefuse.backends.metal.activation import glu, glu_backward
-from moefuse.backends.metal.blocks import CODES
+from moefuse.backends.metal.codes import BLOCKS
 from moefuse.backends.metal.combine import combine, combine_backward
 from moefuse.backends.metal.experts import experts
 from moefuse.backends.metal.gate import gate
@@ -17,7 +17,7 @@ from moefuse.backends.metal.plan import plan
 from moefuse.backends.metal.route import route
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-FORMATS = frozenset(CODES)
+FORMATS = frozenset(BLOCKS)
 OPS = {
     "route": route,
     "gate": gate,

@@ -47,13 +47,13 @@ kernel void glu_backward(
     int kind = int(sizes.kind);
     float d = float(grad[long(position.y) * sizes.width + column]);
     float g = float(gate[at]);
-    float by_gate = activation_slope(kind, g, numbers.alpha, numbers.limit);
+    ValueAndSlope act = value_and_slope(kind, g, numbers.alpha, numbers.limit);
+    float by_gate = act.slope;
     if (sizes.gated != 0) {
         float u = float(up[at]);
         by_gate *= activation_factor(kind, u, numbers.limit);
-        float by_up = activation_value(kind, g, numbers.alpha, numbers.limit);
         bool clamped = (kind == SWIGLU_OAI || kind == SWIGLU_CLAMP) && fabs(u) > numbers.limit;
-        d_up[at] = X_T(clamped ? 0.0f : d * by_up);
+        d_up[at] = X_T(clamped ? 0.0f : d * act.value);
     }
     d_gate[at] = X_T(d * by_gate);
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.codes import interleaved
+from moefuse.backends.metal.codes import KINDS, NO_ACTIVATION
 from moefuse.backends.metal.launch import ceil_div, launch
-from moefuse.types import ACTIVATION_KINDS, Activation
+from moefuse.types import Activation
 
 
 def kind_of(activation: Activation | None) -> int:
-    """The kind's number in common.metal."""
-    return len(ACTIVATION_KINDS) if activation is None else ACTIVATION_KINDS.index(activation.kind)
+    """The kind's number in the shaders."""
+    return NO_ACTIVATION if activation is None else KINDS[activation.kind]
 
 
 def numbers_of(activation: Activation | None) -> list[float]:
@@ -22,16 +24,15 @@ def _up_of(gate_up: Tensor, up: Tensor | None, width: int, activation: Activatio
     """Where up begins, as a view."""
     if up is not None or not activation.gated:
         return gate_up if up is None else up
-    return gate_up.view(-1)[width if layout == "halves" else 1 :]
+    return gate_up.view(-1)[1 if interleaved(layout) else width :]
 
 
 def _sizes(gate_up: Tensor, width: int, activation: Activation, layout: str) -> list[int]:
-    step = 1 if layout == "halves" else 2
+    step = 2 if interleaved(layout) else 1
     return [width, gate_up.shape[-1], step, kind_of(activation), int(activation.gated)]
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    gate_up, up = gate_up.contiguous(), None if up is None else up.contiguous()
     width = gate_up.shape[-1] // 2 if activation.gated and up is None else gate_up.shape[-1]
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
@@ -47,7 +48,6 @@ def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str)
 def glu_backward(
     grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
 ) -> tuple[Tensor, Tensor]:
-    gate_up, up = gate_up.contiguous(), None if up is None else up.contiguous()
     d_gate_up = torch.empty_like(gate_up)
     d_up = grad.new_empty(0) if up is None else torch.empty_like(up)
     if grad.numel() == 0:
@@ -56,7 +56,7 @@ def glu_backward(
     to_up = _up_of(d_gate_up, None if up is None else d_up, width, activation, layout)
     launch(
         "glu_backward", ("activation",), {"X_T": gate_up.dtype}, (ceil_div(width, 256), grad.numel() // width), 256,
-        grad.to(gate_up.dtype).contiguous(), gate_up, _up_of(gate_up, up, width, activation, layout), d_gate_up, to_up,
+        grad.to(gate_up.dtype), gate_up, _up_of(gate_up, up, width, activation, layout), d_gate_up, to_up,
         _sizes(gate_up, width, activation, layout), numbers_of(activation),
     )  # fmt: skip
     return d_gate_up, d_up

@@ -1,9 +1,6 @@
 // Weights as numbers, whatever they lie in: four neighbours of a row at a time, from a column that is a multiple of four.
 // Macros: WIDE. A row of blocks is bytes; layouts are those of moefuse/quant/blocks.py.
 
-// In the order of blocks.py beside this file.
-enum Blocks { NUMBERS = 0, Q4_K = 1, Q6_K = 2, Q8_0 = 3, Q4_0 = 4, Q5_K = 5 };
-
 // The half at p, which need not be aligned.
 inline float half_at(device const uchar* p) { return float(as_type<half>(ushort(uint(p[0]) | (uint(p[1]) << 8)))); }
 
@@ -45,6 +42,7 @@ inline float4 decode4(int format, device const uchar* block, int at) {
         float scale = float(signed_byte(block[192 + 2 * run + l / 16]));
         return half_at(block + 208) * scale * found;
     }
+    if (format != Q4_K && format != Q5_K) return float4(not_a_number());
     float2 factors = scale_and_least(block + 4, run);
     device const uchar* nibbles = block + (format == Q4_K ? 16 : 48) + 32 * (run / 2) + l;
     for (int i = 0; i < 4; ++i) {

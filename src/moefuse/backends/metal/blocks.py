@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moefuse.backends.metal.codes import BLOCKS
 from moefuse.quant.tensor import QuantTensor
-
-#: format -> its number in blocks.metal; 0 is numbers
-CODES = {"Q4_K": 1, "Q6_K": 2, "Q8_0": 3, "Q4_0": 4, "Q5_K": 5}
 
 
 class Rows(NamedTuple):
@@ -20,7 +18,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor | QuantTensor) -> Rows:
-        return cls(weight.blocks, CODES[weight.format]) if isinstance(weight, QuantTensor) else cls(weight)
+        return cls(weight.blocks, BLOCKS[weight.format]) if isinstance(weight, QuantTensor) else cls(weight)
 
     @property
     def dense(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.backends.metal.launch import ceil_div, dense, launch
+from moefuse.backends.metal.launch import ceil_div, launch, or_stand_in
 
 
 class Tail:
@@ -23,8 +23,8 @@ class Tail:
         norm_weight: Tensor | None,
     ) -> None:
         given = shared_logit if shared_gate is None else shared_gate
-        self.shared, self.residual = dense(shared, like), dense(residual, like)
-        self.factor, self.norm = dense(given, like), dense(norm_weight, like)
+        self.shared, self.residual = or_stand_in(shared, like), or_stand_in(residual, like)
+        self.factor, self.norm = or_stand_in(given, like), or_stand_in(norm_weight, like)
         self.has_norm = norm_weight is not None
         self.flags = [
             int(shared is not None), int(given is not None), int(shared_logit is not None), int(residual is not None),
@@ -55,7 +55,7 @@ def weighted_sum(
     T, H = out.shape
     normed = out if normed_out is None else normed_out
     places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
-    slots = dense(ids, places)
+    slots = or_stand_in(ids, places)
     macros = {
         "Y_T": y.dtype, "WEIGHT_T": weights.dtype, **tail.types, "OUT_T": out.dtype, "NORMED_T": normed.dtype,
         "ID_T": slots.dtype,
@@ -108,7 +108,7 @@ def combine_backward(
     d_y, d_weights, d_shared, d_gate, d_logit, d_residual, d_norm = grads
     if inverse is not None:
         d_y.zero_()  # rows that no slot points to, as a bad inverse leaves them, have no gradient
-    d_last = dense(d_normed, y)
+    d_last = or_stand_in(d_normed, y)
     places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
     total, d = torch.empty((2, T, H), dtype=torch.float32, device=y.device).unbind()
     inverse_rms = torch.empty(T, dtype=torch.float32, device=y.device)

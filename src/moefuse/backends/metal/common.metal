@@ -10,6 +10,7 @@ inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f8000
 inline bool is_positive_infinity(float x) { return as_type<uint>(x) == 0x7f800000u; }
 inline bool is_negative_infinity(float x) { return as_type<uint>(x) == 0xff800000u; }
 inline float negative_infinity() { return as_type<float>(0xff800000u); }
+inline float not_a_number() { return as_type<float>(0x7fc00000u); }
 
 // Unlike min and max, these let a NaN through.
 inline float at_least(float x, float low) { return x < low ? low : x; }
@@ -17,77 +18,161 @@ inline float at_most(float x, float high) { return x > high ? high : x; }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Through exp(-2|x|), which neither overflows nor cancels for large |x|.
+// A number far from the ends of float times 2**k, with one rounding.
+inline float times_power(float x, int k) {
+    int within = min(max(k, -250), 250);
+    int half_of_it = within >> 1;
+    return x * as_type<float>(uint(half_of_it + 127) << 23) * as_type<float>(uint(within - half_of_it + 127) << 23);
+}
+
+// p * 2**k, for numbers that float cannot hold or would hold with fewer digits.
+struct Parts {
+    float p;
+    int k;
+};
+
+inline float number(Parts parts) { return times_power(parts.p, parts.k); }
+
+// e**(x + low), p near 1; x is from -2000 to 2000, low a correction far smaller than 1. exp alone is off by many ulp
+// for large arguments.
+inline Parts exp_parts(float x, float low) {
+    float n = is_nan(x) ? 0.0f : floor(x * 1.44269504f + 0.5f);
+    float r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x)) + low;
+    return Parts{exp(r), int(n)};
+}
+
+// What a * b lacks when it is rounded to p.
+inline float product_rest(float a, float b, float p) { return fma(a, b, -p); }
+
+// sigmoid(x + low), and one minus it.
+struct SigmoidParts {
+    Parts value;
+    Parts other;
+};
+
+inline SigmoidParts sigmoid_parts(float x, float low) {
+    bool below = x < 0.0f;
+    Parts t = exp_parts(at_least(-fabs(x), -200.0f), below ? low : -low);
+    Parts large = {1.0f / (1.0f + number(t)), 0};
+    Parts small = {t.p * large.p, t.k};
+    SigmoidParts found = {below ? small : large, below ? large : small};
+    return found;
+}
+
+struct ValueAndSlope {
+    float value;
+    float slope;
+};
+
+// g * sigmoid(y + low) and its slope by g; bend is g times the slope of y.
+inline ValueAndSlope sigmoid_unit(float g, float y, float low, float bend) {
+    SigmoidParts s = sigmoid_parts(y, low);
+    ValueAndSlope found = {times_power(g * s.value.p, s.value.k),
+                           times_power(s.value.p * (1.0f + number(s.other) * bend), s.value.k)};
+    return found;
+}
+
+// 0.5 (1 + tanh(u)) is sigmoid(2u), which loses nothing in the negative tail; 2u comes in two parts. Of its
+// coefficients 2 sqrt(2 / pi) and 0.044715 times that, each is a float and a remainder.
+inline ValueAndSlope gelu_tanh(float g) {
+    float c = at_most(g, 1000.0f);
+    float square = c * c;
+    float scaled = 0.07135481387376785f * square;
+    float total = 1.5957691669464111f + scaled;
+    float back = total - 1.5957691669464111f;
+    float lacking = (1.5957691669464111f - (total - back)) + (scaled - back);
+    lacking += product_rest(0.07135481387376785f, square, scaled) + 0.07135481387376785f * product_rest(c, c, square);
+    lacking += 2.39883e-09f * square - 4.53406803e-08f;
+    float y = c * total;
+    float low = product_rest(c, total, y) + c * lacking;
+    return sigmoid_unit(g, y, low, 1.5957691216f * c * (1.0f + 0.134145f * square));
+}
+
+// The chance q of a normal number beyond a >= 0, over exp(-a*a/2) which is p * 2**k. MSL has no erfc; the fit in
+// 1 / (1 + a/4) is within 3e-7.
+inline float normal_tail(float a) {
+    float t = 1.0f / (1.0f + 0.25f * a);
+    float q = 0.0160714734f * t - 0.0602258529f;
+    q = q * t + 0.0461199372f;
+    q = q * t + 0.0350751543f;
+    q = q * t + 0.00786620334f;
+    q = q * t + 0.0888593596f;
+    q = q * t + 0.0713885712f;
+    q = q * t + 0.0956115754f;
+    q = q * t + 0.0994855684f;
+    q = q * t + 0.0997480127f;
+    return q * t;
+}
+
+inline ValueAndSlope gelu(float g) {
+    float a = at_most(fabs(g), 20.0f);
+    float square = a * a;
+    Parts density = exp_parts(-0.5f * square, -0.5f * product_rest(a, a, square));
+    float q = normal_tail(a);
+    float bent = times_power(density.p * (q - 0.3989422804f * a), density.k);
+    ValueAndSlope found;
+    if (g < 0.0f) {
+        found.value = times_power(at_least(g, -1000.0f) * (q * density.p), density.k);
+        found.slope = bent;
+    } else {
+        found.value = g * (1.0f - times_power(q * density.p, density.k));
+        found.slope = 1.0f - bent;
+    }
+    return found;
+}
+
+// tanh, whose 1 - exp(-2|x|) would cancel for small x.
 inline float stable_tanh(float x) {
-    float small = exp(-2.0f * fabs(x));
-    float size = (1.0f - small) / (1.0f + small);
+    float a = fabs(x);
+    float s = a * a;
+    float small = number(exp_parts(at_least(-2.0f * a, -400.0f), 0.0f));
+    float near = a * (1.0f - s * (1.0f / 3.0f - s * (2.0f / 15.0f - s * (17.0f / 315.0f - s * (62.0f / 2835.0f)))));
+    float size = a < 0.25f ? near : (1.0f - small) / (1.0f + small);
     return x < 0.0f ? -size : size;
 }
 
-// MSL has no erfc. Two fits, each within 2e-7 of the value: erf(z) / z in z*z up to 1, erfc(z) * exp(z*z) beyond.
-inline float complementary_error(float x) {
-    float z = fabs(x);
-    if (z < 1.0f) {
-        float s = z * z;
-        float p = 7.882497448e-05f;
-        p = p * s - 8.018855006e-04f;
-        p = p * s + 5.189312156e-03f;
-        p = p * s - 2.685432881e-02f;
-        p = p * s + 1.128359735e-01f;
-        p = p * s - 3.761262596e-01f;
-        p = p * s + 1.128379107f;
-        return 1.0f - x * p;
-    }
-    float t = 2.0f / (2.0f + z);
-    float p = 9.318373352e-02f;
-    p = p * t - 2.254232764e-01f;
-    p = p * t + 8.152657747e-02f;
-    p = p * t + 6.154584512e-02f;
-    p = p * t + 1.786055416e-01f;
-    p = p * t + 2.469942868e-01f;
-    p = p * t + 2.820370495e-01f;
-    p = p * t + 2.820984721e-01f;
-    float tail = p * t * exp(-z * z);
-    return x < 0.0f ? 2.0f - tail : tail;
-}
-
-// The kinds, in the order of moefuse.types.ACTIVATION_KINDS.
-enum Kind { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 = 4, SWIGLU_OAI = 5, SWIGLU_CLAMP = 6, NO_ACTIVATION = 7 };
-
-constant float SQRT_2_OVER_PI = 0.7978845608028654f;
 // Below this every smooth kind is zero; the clamp keeps -inf * 0 from becoming NaN.
 constant float LOWEST = -1000.0f;
 
-inline float gelu_tanh_argument(float g) { return SQRT_2_OVER_PI * (g + 0.044715f * g * g * g); }
-
-// act(g), before it is multiplied by up.
-inline float activation_value(int kind, float g, float alpha, float limit) {
+// act(g), before it is multiplied by up, and its derivative. A kind that is not here gives NaN.
+inline ValueAndSlope value_and_slope(int kind, float g, float alpha, float limit) {
+    ValueAndSlope found = {not_a_number(), not_a_number()};
     switch (kind) {
+        case NO_ACTIVATION:
+            found.value = g;
+            found.slope = 1.0f;
+            break;
         case SILU:
             g = at_least(g, LOWEST);
-            return g * sigmoid(g);
+            found = sigmoid_unit(g, g, 0.0f, g);
+            break;
         case GELU_TANH:
-            // 0.5 (1 + tanh(a)) is sigmoid(2a), which loses nothing in the negative tail.
-            g = at_least(g, LOWEST);
-            return g * sigmoid(2.0f * gelu_tanh_argument(g));
+            found = gelu_tanh(at_least(g, LOWEST));
+            break;
         case GELU:
-            g = at_least(g, LOWEST);
-            return 0.5f * g * complementary_error(-0.70710678f * g);
+            found = gelu(g);
+            break;
         case RELU:
-            return at_least(g, 0.0f);
+            found.value = at_least(g, 0.0f);
+            found.slope = g > 0.0f ? 1.0f : 0.0f;
+            break;
         case RELU2: {
             float r = at_least(g, 0.0f);
-            return r * r;
+            found.value = r * r;
+            found.slope = 2.0f * r;
+            break;
         }
         case SWIGLU_OAI:
         case SWIGLU_CLAMP: {
             float a = kind == SWIGLU_OAI ? alpha : 1.0f;
-            g = at_least(at_most(g, limit), LOWEST / a);
-            return g * sigmoid(a * g);
+            float c = at_least(at_most(g, limit), LOWEST / a);
+            float y = a * c;
+            found = sigmoid_unit(c, y, product_rest(a, c, y), y);
+            if (g > limit) found.slope = 0.0f;
+            break;
         }
-        default:
-            return g;
     }
+    return found;
 }
 
 // What the activated gate is multiplied by.
@@ -98,46 +183,13 @@ inline float activation_factor(int kind, float u, float limit) {
 }
 
 inline float activate(int kind, bool gated, float g, float u, float alpha, float limit) {
-    if (!gated) return activation_value(kind, g, alpha, limit);
+    if (!gated) return value_and_slope(kind, g, alpha, limit).value;
     if (kind == RELU2) {
         // r * (r * u), so that a large gate and a zero up give 0, not inf * 0.
         float r = at_least(g, 0.0f);
         return r * (r * u);
     }
-    return activation_value(kind, g, alpha, limit) * activation_factor(kind, u, limit);
-}
-
-inline float activation_slope(int kind, float g, float alpha, float limit) {
-    switch (kind) {
-        case SILU: {
-            g = at_least(g, LOWEST);
-            float s = sigmoid(g);
-            return s * (1.0f + g * (1.0f - s));
-        }
-        case GELU_TANH: {
-            g = at_most(at_least(g, LOWEST), -LOWEST);
-            float t = stable_tanh(gelu_tanh_argument(g));
-            return 0.5f * (1.0f + t) + 0.5f * g * (1.0f - t * t) * SQRT_2_OVER_PI * (1.0f + 0.134145f * g * g);
-        }
-        case GELU: {
-            g = at_most(at_least(g, LOWEST), -LOWEST);
-            return 0.5f * complementary_error(-0.70710678f * g) + g * exp(-0.5f * g * g) * 0.3989422804f;
-        }
-        case RELU:
-            return g > 0.0f ? 1.0f : 0.0f;
-        case RELU2:
-            return 2.0f * at_least(g, 0.0f);
-        case SWIGLU_OAI:
-        case SWIGLU_CLAMP: {
-            if (g > limit) return 0.0f;
-            float a = kind == SWIGLU_OAI ? alpha : 1.0f;
-            g = at_least(g, LOWEST / a);
-            float s = sigmoid(a * g);
-            return s * (1.0f + a * g * (1.0f - s));
-        }
-        default:
-            return 1.0f;
-    }
+    return value_and_slope(kind, g, alpha, limit).value * activation_factor(kind, u, limit);
 }
 
 // The sum of value over a threadgroup of whole simdgroups, the same in every thread; scratch has one float for each

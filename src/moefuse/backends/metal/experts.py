@@ -11,7 +11,7 @@ from moefuse.backends.metal.activation import kind_of, numbers_of
 from moefuse.backends.metal.blocks import Rows, numbers
 from moefuse.backends.metal.combine import Tail, weighted_sum
 from moefuse.backends.metal.grouped_linear import product, up_rows
-from moefuse.backends.metal.launch import ceil_div, dense, launch, wide
+from moefuse.backends.metal.launch import ceil_div, launch, or_stand_in, wide
 from moefuse.backends.metal.plan import plan
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -88,7 +88,7 @@ def _few(
     ((w, w_code), (u, u_code)), (bias, up_bias) = stacks, biases
     normed = out if normed_out is None else normed_out
     files = ("combine", "blocks", "few")
-    last_bias = dense(down_bias, x)
+    last_bias = or_stand_in(down_bias, x)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     macros = {
         "X_T": x.dtype, "BIAS_T": x.dtype if bias is None else bias.dtype, "DOWN_BIAS_T": last_bias.dtype,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal import tiles
-from moefuse.backends.metal.launch import ceil_div, dense, launch, rows, wide
+from moefuse.backends.metal.launch import ceil_div, launch, or_stand_in, wide
 from moefuse.backends.metal.route import experts_per_lane, results, rule_numbers, rule_of
 from moefuse.types import Routing
 
@@ -23,12 +23,11 @@ def gate(
     return_normed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (T, H), E = x.shape, weight.shape[0]
-    x, weight = rows(x), rows(weight)
     weights, ids = results(T, routing, x.device)
     normed = torch.empty(x.shape if return_normed else 0, dtype=x.dtype, device=x.device)
-    norm = dense(norm_weight, x)
-    added, logit_added = dense(bias, weights), dense(logit_bias, weights)
-    factor = dense(per_expert_scale, weights)
+    norm = or_stand_in(norm_weight, x)
+    added, logit_added = or_stand_in(bias, weights), or_stand_in(logit_bias, weights)
+    factor = or_stand_in(per_expert_scale, weights)
     aligned = wide(x, weight, norm)
     macros = {
         "X_T": x.dtype, "ROUTER_T": weight.dtype, "NORM_T": norm.dtype, "LOGIT_BIAS_T": logit_added.dtype,

@@ -8,7 +8,7 @@ from torch import Tensor
 from moefuse.backends.gated import gate_and_up
 from moefuse.backends.metal.activation import kind_of, numbers_of
 from moefuse.backends.metal.blocks import Rows, numbers
-from moefuse.backends.metal.launch import ceil_div, launch, rows, wide
+from moefuse.backends.metal.launch import ceil_div, launch, wide
 from moefuse.backends.metal.tiles import BLOCK_M, BLOCK_N
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
@@ -47,7 +47,7 @@ def product(
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``; ``fill`` writes zeros for assignments without an expert."""
     (S, N), E, K = out.shape, offsets.shape[0] - 1, x.shape[1]
-    x, ((w, w_code), (u, u_code)), (bias, up_bias) = rows(x), stacks, biases
+    x, ((w, w_code), (u, u_code)), (bias, up_bias) = x, stacks, biases
     gated = activation is not None and activation.gated
     bias_type = x.dtype if bias is None else bias.dtype
     macros = {"X_T": x.dtype, "W_T": w.dtype, "U_T": u.dtype, "W_FORMAT": w_code, "U_FORMAT": u_code,
@@ -87,7 +87,6 @@ def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gathe
     out = torch.empty((E, N, K), dtype=grad.dtype, device=grad.device)
     if S == 0:
         return out.zero_()
-    grad, x = rows(grad), rows(x)
     launch(
         "grouped_outer", ("blocks", "tiles", "grouped_outer"), {"X_T": x.dtype, "WIDE": "false"},
         (ceil_div(K, BLOCK_N), ceil_div(N, BLOCK_M), E), 128, grad, x, offsets, order, out,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.backends.metal.codes import ENUMS
+
 #: what compiles a shader's source; the simulator puts itself here
 compile_shader: Callable[[str], Any] = torch.mps.compile_shader
 #: whether it takes processor tensors, as the simulator does
@@ -26,21 +28,22 @@ _TYPES = {
 }
 
 
-@functools.cache
+@functools.lru_cache(512)
 def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
-    """The text of a library: macros, what all kernels share, then ``files`` in their order."""
+    """The text of a library: macros, enums, what all kernels share, then ``files`` in their order."""
     lines = [f"#define {name} {_TYPES.get(value, value)}\n" for name, value in macros]
-    return "".join((*lines, *((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))))
+    texts = ((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))
+    return "".join((*lines, ENUMS, *texts))
 
 
-@functools.cache
+@functools.lru_cache(512)
 def _kernel(
     compiler: Callable[[str], Any], name: str, files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]
 ) -> Any:
     return getattr(_library(compiler, source(files, macros)), name)
 
 
-@functools.cache
+@functools.lru_cache(512)
 def _library(compiler: Callable[[str], Any], text: str) -> Any:
     return compiler(text)
 
@@ -60,14 +63,9 @@ def launch(
     kernel(*args, threads=(groups[0] * group_size, *groups[1:]), group_size=(group_size, *flat))
 
 
-def dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
-    """``t`` without gaps; where there is none, ``stand_in``, which the kernel is told not to read."""
-    return stand_in if t is None else t.contiguous()
-
-
-def rows(t: Tensor) -> Tensor:
-    """A matrix whose rows are without gaps; how far apart they lie is free."""
-    return t if t.stride(1) == 1 else t.contiguous()
+def or_stand_in(t: Tensor | None, stand_in: Tensor) -> Tensor:
+    """``t``, or where there is none ``stand_in``, which the kernel is told not to read."""
+    return stand_in if t is None else t
 
 
 def wide(*tensors: Tensor) -> str:

@@ -3,8 +3,6 @@
 
 #define MAX_EXPERTS (32 * EXPERTS_PER_LANE)
 
-enum Score { SOFTMAX = 0, SIGMOID = 1, SQRT_SOFTPLUS = 2 };
-
 // The rule of a call. launch.py hands it over as a list of integers in this order.
 struct Rule {
     long E;
@@ -32,12 +30,39 @@ inline uint ordered(float x) {
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }
 
-inline float sqrt_softplus(float x) {
-    // softplus(x) = max(x, 0) + log1p(exp(-|x|)); log(1+t) * t / ((1+t) - 1) keeps log1p's accuracy for small t.
-    float t = exp(-fabs(x));
-    float grown = 1.0f + t;
-    float grown_log = grown == 1.0f ? t : log(grown) * t / (grown - 1.0f);
-    return sqrt(at_least(x, 0.0f) + grown_log);
+// log(1 + t) / t for t from 0 to 1.
+inline float log1p_ratio(float t) {
+    float s = t / (2.0f + t);
+    s = s * s;
+    float q = s * (1.0f / 17.0f) + 1.0f / 15.0f;
+    q = q * s + 1.0f / 13.0f;
+    q = q * s + 1.0f / 11.0f;
+    q = q * s + 1.0f / 9.0f;
+    q = q * s + 1.0f / 7.0f;
+    q = q * s + 1.0f / 5.0f;
+    q = q * s + 1.0f / 3.0f;
+    return 2.0f / (2.0f + t) * (q * s + 1.0f);
+}
+
+// e**(factor * (x - top)), for x <= top, with what the difference lacks.
+inline float exp_below(float x, float top, float factor) {
+    float away = x - top;
+    float back = away - x;
+    float low = (x - (away - back)) - (top + back);
+    return number(exp_parts(at_least(factor * away, -1000.0f), factor * low));
+}
+
+// How the exponential of a sum of logits enters a score.
+inline float exponent_of(long score) { return score == SQRTSOFTPLUS ? 0.5f : 1.0f; }
+
+// A sigmoid or sqrtsoftplus score over e**(exponent_of(score) * top), top <= 0. A score that is not here gives NaN.
+inline float score_over(long score, float x, float top) {
+    float t = number(exp_parts(at_least(-fabs(x), -200.0f), 0.0f));
+    float scaled = exp_below(x < 0.0f ? x : 0.0f, top, exponent_of(score));
+    if (score == SIGMOID) return scaled / (1.0f + t);
+    if (score != SQRTSOFTPLUS) return not_a_number();
+    float ratio = log1p_ratio(t);
+    return x < 0.0f ? scaled * sqrt(ratio) : sqrt(x + t * ratio);
 }
 
 // Keep the best groups: clears the candidacy of experts outside them. value holds the selection score of each
@@ -115,9 +140,9 @@ inline void route_row(
         top = max(top, z);
     }
     failed = simd_max(failed);
+    top = simd_max(top);
+    float sum = 0.0f;
     if (rule.score == SOFTMAX) {
-        top = simd_max(top);
-        float sum = 0.0f;
         for (int i = 0; i < EXPERTS_PER_LANE; ++i) {
             if (keys[i] == 0) continue;
             scores[i] = exp(scores[i] - top);
@@ -130,7 +155,7 @@ inline void route_row(
     } else {
         for (int i = 0; i < EXPERTS_PER_LANE; ++i) {
             if (keys[i] == 0) continue;
-            scores[i] = rule.score == SIGMOID ? sigmoid(scores[i]) : sqrt_softplus(scores[i]);
+            scores[i] = score_over(rule.score, scores[i], 0.0f);
         }
     }
     // Every score rises with its logit, so without a bias the logit decides: ids do not hang on how exp rounds.
@@ -159,47 +184,69 @@ inline void route_row(
     }
 
     // Lane j % 32 keeps slot j: the largest key first, the lowest id among equals.
-    float chosen[2] = {0.0f, 0.0f};
     int chosen_id[2] = {E, E};
     for (int j = 0; j < top_k; ++j) {
         uint best = 0;
         uint at = 0xffffffffu;
-        float score = 0.0f;
         for (int i = 0; i < EXPERTS_PER_LANE; ++i) {
             if (keys[i] > best) {
                 best = keys[i];
                 at = lane + 32u * uint(i);
-                score = scores[i];
             }
         }
         uint winner = simd_max(best);
         if (winner == 0) break;
         uint id = simd_min(best == winner ? at : 0xffffffffu);
-        float value_of_id = simd_sum(at == id ? score : 0.0f);
         for (int i = 0; i < EXPERTS_PER_LANE; ++i) {
             if (lane + 32u * uint(i) == id) keys[i] = 0;
         }
-        if (uint(j) % 32u == lane) {
-            chosen[j / 32] = value_of_id;
-            chosen_id[j / 32] = int(id);
-        }
+        if (uint(j) % 32u == lane) chosen_id[j / 32] = int(id);
     }
 
-    if (rule.renormalize != 0) {
-        float sum = at_least(simd_sum(chosen[0] + chosen[1]), numbers.floor);
-        chosen[0] /= sum;
-        chosen[1] /= sum;
+    // Selected scores are share * base, the largest share near 1: weights can be renormalised where float has no such
+    // score.
+    float x[2];
+    float highest = negative_infinity();
+    for (int i = 0; i < 2; ++i) {
+        x[i] = chosen_id[i] < E ? logits[chosen_id[i]] : negative_infinity();
+        if (rule.has_softcap != 0 && chosen_id[i] < E) x[i] = numbers.softcap * stable_tanh(x[i] / numbers.softcap);
+        highest = max(highest, x[i]);
     }
+    highest = simd_max(highest);
+    if (is_negative_infinity(highest)) highest = 0.0f;
+    if (rule.score != SOFTMAX) highest = min(highest, 0.0f);
+    float below = rule.score == SOFTMAX ? highest - top : exponent_of(rule.score) * highest;
+    Parts base = exp_parts(at_least(below, -1000.0f), 0.0f);
+    if (rule.score == SOFTMAX && sum > 0.0f) base.p /= sum;
+    float share[2];
+    float factor[2];
     for (int i = 0; i < 2; ++i) {
         bool live = chosen_id[i] < E;
-        chosen[i] *= numbers.scale;
-        if (rule.has_scale != 0 && live) chosen[i] *= float(per_expert_scale[chosen_id[i]]);
+        share[i] = 0.0f;
+        if (live && rule.score == SOFTMAX) share[i] = exp_below(x[i], highest, 1.0f);
+        if (live && rule.score != SOFTMAX) share[i] = score_over(rule.score, x[i], highest);
+        factor[i] = live ? numbers.scale : 0.0f;
+        if (rule.has_scale != 0 && live) factor[i] *= float(per_expert_scale[chosen_id[i]]);
+    }
+    float total = simd_sum(share[0] + share[1]);
+    // 2**64 lifts both sides out of the numbers that lose digits.
+    float lifted = numbers.floor * 1.8446744073709552e19f;
+    bool held = numbers.floor > 0.0f && times_power(total * base.p, base.k + 64) <= lifted;
+    float chosen[2];
+    for (int i = 0; i < 2; ++i) {
+        chosen[i] = times_power(share[i] * base.p, base.k);
+        if (rule.renormalize != 0) {
+            float raised = times_power(share[i] * base.p, base.k + 64);
+            chosen[i] = held ? raised / lifted : share[i] / (total > 0.0f ? total : 1.0f);
+        }
+        chosen[i] *= factor[i];
     }
     if (rule.after != 0) {
-        float sum = simd_sum(chosen[0] + chosen[1]);
-        sum = sum == 0.0f ? 1.0f : sum;
-        chosen[0] /= sum;
-        chosen[1] /= sum;
+        // What was divided before cancels.
+        float scaled = simd_sum(share[0] * factor[0] + share[1] * factor[1]);
+        for (int i = 0; i < 2; ++i) {
+            if (scaled != 0.0f) chosen[i] = share[i] * factor[i] / scaled;
+        }
     }
     for (int i = 0; i < 2; ++i) {
         int j = int(lane) + 32 * i;

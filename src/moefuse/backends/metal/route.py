@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.backends.metal.launch import dense, launch, rows
-from moefuse.types import SCORES, Routing
+from moefuse.backends.codes import sums_two
+from moefuse.backends.metal.codes import SCORE
+from moefuse.backends.metal.launch import launch, or_stand_in
+from moefuse.types import Routing
 
 
 def rule_of(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> list[int]:
     """The fields of ``Rule`` in route.metal."""
     return [
-        E, routing.top_k, SCORES.index(routing.score), int(routing.renormalize), int(routing.renormalize_after_scale),
-        routing.groups, routing.top_groups, int(routing.group_score == "top2_sum"), int(routing.softcap is not None),
+        E, routing.top_k, SCORE[routing.score], int(routing.renormalize), int(routing.renormalize_after_scale),
+        routing.groups, routing.top_groups, int(sums_two(routing.group_score)), int(routing.softcap is not None),
         int(bias is not None), int(per_expert_scale is not None),
     ]  # fmt: skip
 
@@ -41,9 +43,8 @@ def route(
     logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
     T, E = logits.shape
-    logits = rows(logits)
     weights, ids = results(T, routing, logits.device)
-    added, factor = dense(bias, weights), dense(per_expert_scale, weights)
+    added, factor = or_stand_in(bias, weights), or_stand_in(per_expert_scale, weights)
     macros = {"LOGITS_T": logits.dtype, "BIAS_T": added.dtype, "SCALE_T": factor.dtype,
               "EXPERTS_PER_LANE": experts_per_lane(E)}  # fmt: skip
     launch(

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from moefuse import config
-from moefuse.quant import formats
 
 # The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
-FORMATS = frozenset(formats.FORMATS)
 
 #: op -> the module beside this one that has it
 _HOMES = {
@@ -40,6 +38,8 @@ _HOMES = {
 def unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install moefuse[triton])"
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs, and this torch is built for AMD's (ROCm)"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return None if major >= 8 else f"it needs compute capability 8.0, this GPU has {major}.{minor}"
@@ -52,11 +52,22 @@ def emulates() -> tuple[str, ...]:
 
 
 def describe() -> dict[str, Any]:
+    """Facts for ``moefuse info``; of each fast path whether it is on, and if not, why."""
     if not torch.cuda.is_available():
         return {"device": "Triton's interpreter, on the processor"}
+    launch, grouped_linear, recording = (
+        importlib.import_module(f"{__name__}.{name}") for name in ("launch", "grouped_linear", "recording")
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    paths = {
+        "Hopper's product": grouped_linear.why_not_hopper(device),
+        "replay": recording.why_not(device),
+        "programmatic dependent launch": None if launch.PDL else "it needs compute capability 9.0",
+    }
     return {
         "device": torch.cuda.get_device_name(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        **{name: "on" if reason is None else f"off: {reason}" for name, reason in paths.items()},
     }
 
 
@@ -65,9 +76,11 @@ def _ops() -> dict[str, Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    """``OPS`` and ``record`` import triton, so they are made when first asked for."""
+    """``OPS``, ``FORMATS`` and ``record`` import triton, so they are made when first asked for."""
     if name == "OPS":
         found: Any = _ops()
+    elif name == "FORMATS":
+        found = frozenset(importlib.import_module(f"{__name__}.blocks").DECODED)
     elif name == "record":
         found = importlib.import_module(f"{__name__}.recording").record
     else:

@@ -7,99 +7,138 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, interleaved
 from moefuse.backends.triton.launch import ceil_div, launch
-from moefuse.types import Activation
+from moefuse.backends.triton.mathfn import (
+    at_least,
+    at_most,
+    normal_tail_parts,
+    product_parts,
+    sigmoid_parts,
+    times_power,
+)
+from moefuse.types import ACTIVATION_KINDS, Activation
+
+#: the kinds that `_value_and_slope` has a branch for
+KINDS = Codes(
+    "triton", "activation", ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp"),
+    ACTIVATION_KINDS,
+)  # fmt: skip
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def activate(g, u, KIND: tl.constexpr, GATED: tl.constexpr, alpha, limit):
-    """``act(g) * u`` in float32; u is ignored when not GATED. The clamps keep -inf * 0 from becoming NaN."""
-    if KIND == "relu2":
-        r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        out = r * r
-        if GATED:
-            out = r * (r * u)
-    elif KIND == "swiglu_oai" or KIND == "swiglu_clamp":
-        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-        a = alpha if KIND == "swiglu_oai" else 1.0
-        g = tl.maximum(g, -1000.0 / a, propagate_nan=tl.PropagateNan.ALL)
-        out = g * _sigmoid(a * g)
-        if GATED:
-            u = tl.minimum(tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL), limit,
-                           propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
-            out = out * (u + 1.0) if KIND == "swiglu_oai" else out * u
+def _unit(g, y, low, bend, FINE: tl.constexpr):
+    """``g * sigmoid(y + low)`` and its slope by g; ``bend`` is g times the slope of y."""
+    if FINE:
+        s, k, other, j = sigmoid_parts(y, low)
+        return times_power(g * s, k), times_power(s * (1.0 + times_power(other, j) * bend), k)
     else:
-        if KIND == "relu":
-            out = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        s = 1.0 / (1.0 + tl.exp(-y))
+        return g * s, s * (1.0 + (1.0 - s) * bend)
+
+
+@triton.jit
+def _gelu_tanh(g, FINE: tl.constexpr):
+    """0.5 (1 + tanh(u)) is sigmoid(2u), which loses nothing in the negative tail; FINE: with 2u in two parts."""
+    c = at_most(g, 1000.0)
+    square = c * c
+    bend = 1.5957691216057308 * c * (1.0 + 0.134145 * square)
+    if FINE:
+        square, rest = product_parts(c, c)
+        # 2 sqrt(2 / pi) and 0.044715 times that are each the float32 number next to them and a remainder.
+        scaled, lacking = product_parts(square * 0.0 + 0.07135481387376785, square)
+        total = 1.5957691669464111 + scaled
+        back = total - 1.5957691669464111
+        lacking += (1.5957691669464111 - (total - back)) + (scaled - back)
+        lacking += 0.07135481387376785 * rest + 2.39883e-09 * square - 4.53406803e-08
+        y, low = product_parts(c, total)
+        return _unit(g, y, low + c * lacking, bend, FINE)
+    else:
+        return _unit(g, 1.5957691216057308 * (c + 0.044715 * c * square), 0.0, bend, FINE)
+
+
+@triton.jit
+def _gelu(g):
+    q, p, k = normal_tail_parts(tl.abs(g))
+    below = g < 0
+    near = 1.0 - times_power(q * p, k)
+    value = tl.where(below, times_power(at_least(g, -1000.0) * (q * p), k), g * near)
+    bent = times_power(p * (q - 0.3989422804014327 * at_most(tl.abs(g), 20.0)), k)
+    return value, tl.where(below, bent, 1.0 - bent)
+
+
+@triton.jit
+def _value_and_slope(g, KIND: tl.constexpr, alpha, limit, FINE: tl.constexpr):
+    """act(g) and its derivative. The clamps keep -inf * 0 from becoming NaN; FINE keeps tiny results to float32."""
+    if KIND == "silu":
+        c = at_least(g, -1000.0)
+        return _unit(c, c, 0.0, c, FINE)
+    elif KIND == "gelu_tanh":
+        return _gelu_tanh(at_least(g, -1000.0), FINE)
+    elif KIND == "gelu":
+        return _gelu(g)
+    elif KIND == "relu":
+        return at_least(g, 0.0), tl.where(g > 0, 1.0, 0.0)
+    elif KIND == "relu2":
+        r = at_least(g, 0.0)
+        return r * r, 2.0 * r
+    elif KIND == "swiglu_oai":
+        c = at_least(at_most(g, limit), -1000.0 / alpha)
+        y, low = product_parts(c * 0.0 + alpha, c) if FINE else (alpha * c, 0.0)
+        value, slope = _unit(c, y, low, y, FINE)
+        return value, tl.where(g > limit, 0.0, slope)
+    else:
+        tl.static_assert(KIND == "swiglu_clamp", "an activation that Triton's kernels do not know")
+        c = at_least(at_most(g, limit), -1000.0)
+        value, slope = _unit(c, c, 0.0, c, FINE)
+        return value, tl.where(g > limit, 0.0, slope)
+
+
+@triton.jit
+def _factor(u, KIND: tl.constexpr, limit):
+    """What the activated gate is multiplied by."""
+    if KIND == "swiglu_oai":
+        return at_most(at_least(u, -limit), limit) + 1.0
+    elif KIND == "swiglu_clamp":
+        return at_most(at_least(u, -limit), limit)
+    else:
+        return u
+
+
+@triton.jit
+def activate(g, u, KIND: tl.constexpr, GATED: tl.constexpr, alpha, limit, FINE: tl.constexpr):
+    """``act(g) * u`` in float32; u is ignored when not GATED. FINE: the result is not rounded to 16 bits."""
+    out, _ = _value_and_slope(g, KIND, alpha, limit, FINE)
+    if GATED:
+        if KIND == "relu2":
+            # A large gate and a zero up give 0, not inf * 0.
+            r = at_least(g, 0.0)
+            out = r * (r * u)
         else:
-            g = tl.maximum(g, -1000.0, propagate_nan=tl.PropagateNan.ALL)
-            if KIND == "silu":
-                out = g * _sigmoid(g)
-            elif KIND == "gelu_tanh":
-                out = g * _sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-            else:
-                out = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
-        if GATED:
-            out = out * u
+            out = out * _factor(u, KIND, limit)
     return out
 
 
 @triton.jit
-def slopes(g, u, KIND: tl.constexpr, GATED: tl.constexpr, alpha, limit):
+def slopes(g, u, KIND: tl.constexpr, GATED: tl.constexpr, alpha, limit, FINE: tl.constexpr):
     """``act(g) * u`` and its derivatives by g and by u, in float32; u is ignored when not GATED."""
-    if KIND == "relu2":
-        r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value = r * r
-        slope = 2.0 * r
-    elif KIND == "relu":
-        value = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        slope = tl.where(g > 0, 1.0, 0.0)
-    elif KIND == "gelu_tanh" or KIND == "gelu":
-        c = tl.minimum(tl.maximum(g, -1000.0, propagate_nan=tl.PropagateNan.ALL), 1000.0,
-                       propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
-        if KIND == "gelu_tanh":
-            s = _sigmoid(1.5957691216057308 * (c + 0.044715 * c * c * c))
-            slope = s + c * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * c * c)
-        else:
-            s = 0.5 * (1.0 + tl.erf(c * 0.7071067811865476))
-            slope = s + c * 0.3989422804014327 * tl.exp(-0.5 * c * c)
-        value = c * s
-    else:
-        a = alpha if KIND == "swiglu_oai" else 1.0
-        c = g
-        if KIND != "silu":
-            c = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-        c = tl.maximum(c, -1000.0 / a, propagate_nan=tl.PropagateNan.ALL)
-        s = _sigmoid(a * c)
-        value = c * s
-        slope = s * (1.0 + a * c * (1.0 - s))
-        if KIND != "silu":
-            slope = tl.where(g > limit, 0.0, slope)
+    value, slope = _value_and_slope(g, KIND, alpha, limit, FINE)
     hidden, by_gate, by_up = value, slope, value
     if GATED:
-        factor = u
+        factor = _factor(u, KIND, limit)
         if KIND == "swiglu_oai" or KIND == "swiglu_clamp":
-            factor = tl.minimum(tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL), limit,
-                                propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
             by_up = tl.where(tl.abs(u) > limit, 0.0, value)
-            if KIND == "swiglu_oai":
-                factor += 1.0
         by_gate = slope * factor
-        hidden = value * factor
-        if KIND == "relu2":
-            # As in the forward: a large gate and a zero up give 0, not inf * 0.
-            hidden = r * (r * factor)
+        hidden = activate(g, u, KIND, True, alpha, limit, FINE)
     return hidden, by_gate, by_up
 
 
 def activation_numbers(activation: Activation | None) -> tuple[float, float]:
-    """alpha and limit, as `activate` and `slopes` take them."""
-    return (1.0, 1.0) if activation is None else (activation.alpha, activation.limit)
+    """alpha and limit, as `activate` and `slopes` take them; refuses a kind that they do not know."""
+    if activation is None:
+        return 1.0, 1.0
+    KINDS[activation.kind]
+    return activation.alpha, activation.limit
 
 
 @triton.jit
@@ -115,7 +154,7 @@ def _glu_kernel(
     u = g
     if GATED:
         u = tl.load(up_ptr + source, mask, other=0.0).to(tl.float32)
-    out = activate(g, u, KIND, GATED, alpha, limit)
+    out = activate(g, u, KIND, GATED, alpha, limit, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(out_ptr + index, out.to(out_ptr.dtype.element_ty), mask)
 
 
@@ -126,11 +165,10 @@ def _parts(gate_up: Tensor, up: Tensor | None, gated: bool, layout: str) -> tupl
     if not gated:
         return gate_up, gate_up.shape[-1], gate_up.shape[-1], 1
     width, flat = gate_up.shape[-1] // 2, gate_up.view(-1)
-    return (flat[width:], width, 2 * width, 1) if layout == "halves" else (flat[1:], width, 2 * width, 2)
+    return (flat[1:], width, 2 * width, 2) if interleaved(layout) else (flat[width:], width, 2 * width, 1)
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    gate_up, up = gate_up.contiguous(), None if up is None else up.contiguous()
     second, width, *strides = _parts(gate_up, up, activation.gated, layout)
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     BLOCK = 1024
@@ -154,7 +192,7 @@ def _glu_backward_kernel(
     u = g
     if GATED:
         u = tl.load(up_ptr + at, mask, other=0.0).to(tl.float32)
-    _, by_gate, by_up = slopes(g, u, KIND, GATED, alpha, limit)
+    _, by_gate, by_up = slopes(g, u, KIND, GATED, alpha, limit, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(d_gate_ptr + at, (d * by_gate).to(d_gate_ptr.dtype.element_ty), mask)
     if GATED:
         tl.store(d_up_ptr + at, (d * by_up).to(d_up_ptr.dtype.element_ty), mask)
@@ -163,7 +201,6 @@ def _glu_backward_kernel(
 def glu_backward(
     grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
 ) -> tuple[Tensor, Tensor]:
-    grad, gate_up, up = grad.contiguous(), gate_up.contiguous(), None if up is None else up.contiguous()
     d_gate_up = torch.empty_like(gate_up)
     d_up = gate_up.new_empty(0) if up is None else torch.empty_like(up)
     second, width, *strides = _parts(gate_up, up, activation.gated, layout)

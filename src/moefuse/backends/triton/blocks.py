@@ -9,8 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moefuse.backends.codes import Codes
 from moefuse.quant.formats import FORMATS
 
+#: the formats that `_decode` has a branch for
+DECODED = Codes(
+    "triton", "format",
+    ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"),
+    FORMATS,
+)  # fmt: skip
 #: values that a step of a product takes: whole blocks of every format
 STRIP = tl.constexpr(256)
 RUNS = tl.constexpr(8)
@@ -129,7 +136,7 @@ def _decode(block_ptr, run, FORMAT: tl.constexpr):
         both = _bytes(block_ptr, sub)
         return _half(block_ptr, 80) * (both & 15) * q - _half(block_ptr, 82) * (both >> 4)
     else:
-        tl.static_assert(FORMAT == "Q3_K")
+        tl.static_assert(FORMAT == "Q3_K", "a format that Triton's kernels do not know")
         q = (_bytes(block_ptr, 32 + 32 * half + l) >> (2 * part)) & 3
         q = q - 4 + (((_bytes(block_ptr, l) >> at) & 1) << 2)
         low = _bytes(block_ptr, 96 + sub % 8) >> (4 * half)

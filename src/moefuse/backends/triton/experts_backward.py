@@ -133,7 +133,7 @@ def _slopes_kernel(
         up = gate
         if GATED:
             up = tl.load(z_ptr + at + z_second, mask=inside, other=0.0).to(tl.float32)
-        h, by_gate, by_up = slopes(gate, up, KIND, GATED, alpha, limit)
+        h, by_gate, by_up = slopes(gate, up, KIND, GATED, alpha, limit, z_ptr.dtype.element_ty == tl.float32)
         if WANT_D_Z or WANT_WEIGHTS:
             g = tl.load(g_ptr + p * I + i, mask=inside, other=0.0).to(tl.float32)
             total += tl.where(inside, h * g, 0.0)
@@ -303,7 +303,6 @@ def experts_saving(
     summed = out if plain else None
     if width < H and summed is None:
         summed = torch.empty((x.shape[0], H), dtype=torch.float32, device=x.device)
-    weights = weights.contiguous()
     for first in range(0, H, width):
         part = Rows(down[:, first : first + width])
         bias = None if down_bias is None else down_bias[:, first : first + width]
@@ -343,7 +342,6 @@ def experts_backward(
     (T, top_k), (E, H, I), S = weights.shape, down.shape, order.shape[0]
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     none = (torch.empty(0, **like) for _ in wanted)
-    weights = weights.contiguous()
 
     needs_d_z = want_x or want_gate_up or want_up or want_gate_up_bias
     d_weights = d_gate_up = d_up = d_down = d_x = d_gate_up_bias = d_down_bias = None

@@ -8,16 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.gated import up_biases
-from moefuse.backends.triton.activation import activate
+from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
-from moefuse.backends.triton.combine import contiguous, finish
+from moefuse.backends.triton.combine import finish
 from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_rows
 from moefuse.backends.triton.launch import (
     INTERPRETED,
     PDL,
     block_of,
     ceil_div,
-    counters,
     launch,
     launch_dependents,
     wait,
@@ -29,16 +28,21 @@ from moefuse.types import Activation
 
 @triton.jit
 def _up_few_kernel(
-    x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, E, N, K, top_k, stride_xt, stride_xk,
+    x_ptr, ids_ptr, w_ptr, u_ptr, w_bias_ptr, u_bias_ptr, hidden_ptr, counter_ptr, E, N, K, top_k, stride_xt, stride_xk,
     stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, alpha, limit,
     KIND: tl.constexpr, GATED: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, WORDS: tl.constexpr,
-    ROUNDED: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ROUNDED: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles."""
+    """BLOCK_N hidden values of one assignment, float32. Grid: S, N tiles.
+
+    COUNTS: the counters of the down product, as many as assignments, are set to zero here.
+    """
     wait(PDL)
     launch_dependents(PDL)
     s = tl.program_id(0)
+    if COUNTS:
+        tl.store(counter_ptr + s, 0)
     expert = tl.load(ids_ptr + s).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
@@ -99,7 +103,7 @@ def _up_few_kernel(
         g += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             u += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    h = activate(g, u, KIND, GATED, alpha, limit)
+    h = activate(g, u, KIND, GATED, alpha, limit, x_ptr.dtype.element_ty == tl.float32)
     tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
 
 
@@ -184,7 +188,6 @@ def _down_few_kernel(
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(1) - 1:
-            tl.store(counter_ptr + row, 0)
             h = tl.arange(0, BLOCK_H)
             value = tl.load(total_ptr + row * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
             factor = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
@@ -224,24 +227,24 @@ def experts_few(
     down_rows, down_format = Rows.of(down)
     bias, up_bias = up_biases(gate_up_bias, up is not None, layout, activation.gated)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
-    ids = ids.contiguous()
+    arrived = None if norm_weight is None else torch.empty(T * top_k, dtype=torch.int32, device=x.device)
     up_words, down_words = in_words(w, w_format) and in_words(u, u_format), in_words(down_rows, down_format)
     size = x.element_size()
     first = tile_for(Product("few up", E, I, H, top_k, T, size, activation.gated, w_format or u_format), x.device)
     second = tile_for(Product("few down", E, H, I, top_k, T, size, False, down_format), x.device)
     launch(
-        _up_few_kernel, (T * top_k, ceil_div(I, first.n)), x, ids, w, u, bias, up_bias, hidden, E, I, H, top_k,
-        *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()), activation.alpha,
-        activation.limit, KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format, U_FORMAT=u_format,
-        WORDS=up_words, ROUNDED=up_words and _may_round(gate_up, up), ASM=up_words and not INTERPRETED,
-        HAS_BIAS=bias is not None, PDL=PDL, BLOCK_N=first.n, BLOCK_K=first.k,
-        STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
+        _up_few_kernel, (T * top_k, max(1, ceil_div(I, first.n))), x, ids, w, u, bias, up_bias, hidden, arrived, E, I,
+        H, top_k, *x.stride(), *w.stride(), *u.stride(), *((0, 0) if bias is None else bias.stride()),
+        *activation_numbers(activation), KIND=activation.kind, GATED=activation.gated, W_FORMAT=w_format,
+        U_FORMAT=u_format, WORDS=up_words, ROUNDED=up_words and _may_round(gate_up, up),
+        ASM=up_words and not INTERPRETED, HAS_BIAS=bias is not None, COUNTS=arrived is not None, PDL=PDL,
+        BLOCK_N=first.n, BLOCK_K=first.k, STAGES=first.stages, num_warps=first.warps, launch_pdl=PDL,
     )  # fmt: skip
     total = hidden if norm_weight is None else torch.empty((T, H), dtype=torch.float32, device=x.device)
     launch(
-        _down_few_kernel, (T, ceil_div(H, second.n)), hidden, ids, weights.contiguous(), down_rows,
-        contiguous(down_bias), contiguous(shared), contiguous(shared_gate), contiguous(shared_logit),
-        contiguous(residual), contiguous(norm_weight), total, counters(x.device), out, normed_out, E, H, I,
+        _down_few_kernel, (T, ceil_div(H, second.n)), hidden, ids, weights, down_rows,
+        down_bias, shared, shared_gate, shared_logit,
+        residual, norm_weight, total, arrived, out, normed_out, E, H, I,
         *down_rows.stride(), eps, W_FORMAT=down_format, WORDS=down_words,
         ROUNDED=down_words and _may_round(down), ASM=down_words and not INTERPRETED,
         HAS_BIAS=down_bias is not None, HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None,

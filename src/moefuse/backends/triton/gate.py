@@ -198,25 +198,28 @@ def gate(
     weights = torch.empty((T, routing.top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty((T, routing.top_k), dtype=torch.int32, device=x.device)
     normed = torch.empty(x.shape if return_normed else 0, dtype=x.dtype, device=x.device)
-    norm = None if norm_weight is None else norm_weight.contiguous()
-    flags = {"HAS_NORM": norm is not None, "WANT_NORMED": return_normed, "HAS_LOGIT_BIAS": logit_bias is not None}
+    flags = {
+        "HAS_NORM": norm_weight is not None,
+        "WANT_NORMED": return_normed,
+        "HAS_LOGIT_BIAS": logit_bias is not None,
+    }
     rule = rule_options(routing, E, bias, per_expert_scale)
     if T <= _FEW:
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
         BLOCK_H = block_of(H)
         PART = 1 if T == 1 else 2  # a token alone leaves multiprocessors free
         launch(
-            _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm, logit_bias, bias, per_expert_scale, logits,
-            counters(x.device), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps, *rule_numbers(routing),
-            **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H, num_warps=_row_warps(BLOCK_H, E),
-            launch_pdl=PDL,
+            _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm_weight, logit_bias, bias, per_expert_scale,
+            logits, counters(logits, T), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps,
+            *rule_numbers(routing), **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H,
+            num_warps=_row_warps(BLOCK_H, E), launch_pdl=PDL,
         )  # fmt: skip
         return weights, ids, normed
     row_block = block_of(H)
-    logits = raw_logits(x, weight, norm)
+    logits = raw_logits(x, weight, norm_weight)
     launch(
-        _gate_route_kernel, (T,), x, norm, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H, E,
-        logits.shape[0], *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
+        _gate_route_kernel, (T,), x, norm_weight, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H,
+        E, logits.shape[0], *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
         num_warps=_row_warps(row_block, E), launch_pdl=PDL,
     )  # fmt: skip
     return weights, ids, normed

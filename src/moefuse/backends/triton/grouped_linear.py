@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import gate_and_up
 from moefuse.backends.triton.activation import activate, activation_numbers
 from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
@@ -30,10 +32,20 @@ from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
+_hopper_error: str | None = None
 try:
     from moefuse.backends.triton import hopper as hopper
-except ImportError:  # Gluon is experimental: another Triton may not have what the kernel is written with
-    hopper = None  # type: ignore[assignment]
+except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
+    hopper, _hopper_error = None, f"this Triton lacks what it is written with ({error})"  # type: ignore[assignment]
+    if PDL:
+        logging.getLogger("moefuse").warning("moefuse: triton: Hopper's product is off: %s", _hopper_error)
+
+
+def why_not_hopper(device: torch.device) -> str | None:
+    """None where many rows go through the product written for Hopper, or why they do not."""
+    if capability(device)[0] != 9:
+        return "it needs compute capability 9.x"
+    return _hopper_error
 
 
 @triton.jit
@@ -204,7 +216,7 @@ def _product_tile(
         if GATED:
             tl.store(z_ptrs + z_second, up.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
     if KIND != "":
-        acc = activate(acc, up, KIND, GATED, alpha, limit)
+        acc = activate(acc, up, KIND, GATED, alpha, limit, out_ptr.dtype.element_ty == tl.float32)
     to = (s if SCATTER else p).to(tl.int64)
     out_ptrs = out_ptr + to[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
@@ -294,7 +306,7 @@ def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
     """How far apart the gate columns of a pre-activation are, and how far its up columns are from them."""
-    return (2, 1) if gated and layout == "interleaved" else (1, I)
+    return (2, 1) if gated and interleaved(layout) else (1, I)
 
 
 def in_words(rows: Tensor, format: str) -> bool:

@@ -278,9 +278,9 @@ def _finish(
         if GATED:
             # Eight gate rows, then the up rows of the same columns, so that one thread has both.
             g, u = acc.reshape([4, 2, 8, TOKENS]).permute([0, 2, 3, 1]).split()
-            acc = activate(g, u, KIND, True, alpha, limit).reshape([COLUMNS, TOKENS])
+            acc = activate(g, u, KIND, True, alpha, limit, False).reshape([COLUMNS, TOKENS])
         elif KIND != "":
-            acc = activate(acc, acc, KIND, False, alpha, limit)
+            acc = activate(acc, acc, KIND, False, alpha, limit, False)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
         piece = turning.slice(0, TOKENS, dim=0)
         piece.store(acc.to(out_ptr.dtype.element_ty).permute([1, 0]))

@@ -55,7 +55,7 @@ class Recorder(Protocol):
 
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
 
-    def counters(self) -> Tensor: ...
+    def counters(self, count: int) -> Tensor: ...
 
     def refuse(self, why: str) -> None: ...
 
@@ -98,8 +98,9 @@ def _kind(value: Any) -> Any:
     return value if value is None else float
 
 
-#: (kernel, kinds of arguments, options) -> compiled kernel and its compile-time arguments
+#: (kernel, kinds of arguments, options) -> compiled kernel and its compile-time arguments; the oldest goes first
 _COMPILED: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = 4096
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -125,6 +126,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         compiled = kernel[grid](*args, **options)
         constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+        while len(_COMPILED) >= _MOST_COMPILED:
+            _COMPILED.pop(next(iter(_COMPILED)), None)
         _COMPILED[_key(kernel, device, args, options)] = compiled, constants
         return
     compiled, constants = found
@@ -152,22 +155,88 @@ def block_of(size: int, least: int = 16) -> int:
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now becomes part of a graph."""
+    if INTERPRETED:
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
-def counters(device: torch.device) -> Tensor:
-    """Zeros for kernels whose last program to arrive does the rest; each such kernel leaves them at zero.
+#: counters kept for a device: 1 MiB of zeros, cut into pieces that are never taken back
+_KEPT = 1 << 18
 
-    One set per stream: two launches that may run at once must not count together.
+
+class _Counters:
+    """The counters of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.zeros = self._made(device)
+        self.used = 0
+        self.pieces: dict[tuple[str, int, int], Tensor] = {}
+        self.lock = threading.Lock()
+
+    @staticmethod
+    def _made(device: torch.device) -> Tensor:
+        if device.type != "cuda":
+            return torch.zeros(_KEPT, dtype=torch.int32, device=device)
+        made: list[Tensor] = []
+
+        def make() -> None:
+            with torch.inference_mode(False):
+                made.append(torch.zeros(_KEPT, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()
+
+        # What warms up a graph has this thread's allocations go to the graph's pool, where nothing may stay behind.
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        return made[0]
+
+    def piece(self, key: tuple[str, int, int]) -> Tensor | None:
+        """The piece that goes by a key, of as many counters as its last part says; None when all are given away."""
+        with self.lock:
+            if key not in self.pieces and self.used + key[-1] <= _KEPT:
+                self.pieces[key] = self.zeros[self.used : self.used + key[-1]]
+                self.used += key[-1]
+            return self.pieces.get(key)
+
+
+_COUNTERS: dict[torch.device, _Counters] = {}
+_COUNTERS_LOCK = threading.Lock()
+
+
+def counters(scratch: Tensor, count: int) -> Tensor:
+    """Zeros for a kernel whose last program to arrive does the rest, and which leaves them at zero.
+
+    ``scratch`` is memory of this call alone. See `counters_at`.
     """
     if recording.recorder is not None:
-        return recording.recorder.counters()
-    return counters_on(device, 0 if INTERPRETED else torch.cuda.current_stream(device).cuda_stream)
+        return recording.recorder.counters(count)
+    device = scratch.device
+    stream = 0 if INTERPRETED else torch.cuda.current_stream(device).cuda_stream
+    return counters_at(device, stream, scratch.data_ptr(), count)
 
 
-def counters_on(device: torch.device, stream: int) -> Tensor:
-    """The counters of a stream."""
-    found = _COUNTERS.get((device, stream))
-    if found is None:
-        found = _COUNTERS[device, stream] = torch.zeros(64, dtype=torch.int32, device=device)
-    return found
+def counters_at(device: torch.device, stream: int, scratch: int, count: int) -> Tensor:
+    """Counters that no launch which may run at the same time has.
+
+    Outside a graph they go with the stream, whose launches follow each other. Inside one they go with the address of
+    the call's scratch memory: graphs that may be replayed at once do not share that.
+    """
+    captured = capturing(device)
+    kept = _COUNTERS.get(device)
+    if kept is None and not captured:
+        with _COUNTERS_LOCK:
+            kept = _COUNTERS.get(device) or _COUNTERS.setdefault(device, _Counters(device))
+    if kept is not None:
+        width = block_of(count)
+        key = ("scratch", scratch, width) if captured else ("stream", stream, width)
+        found = kept.pieces.get(key)
+        if found is None:
+            found = kept.piece(key)
+        if found is not None:
+            return found
+    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -7,18 +7,20 @@ not results lie in one allocation, and nothing is sorted out anew.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.launch import INTERPRETED, compiled_for, counters_on, launch, recording
+from moefuse.backends.triton.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
@@ -78,8 +80,10 @@ class _Taker:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.device = device
         self.launches: list[_Launch] = []
+        #: how many counters the run asks for
+        self.counted = 0
         self.buffers = [
-            torch.empty(64, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
             *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors),
         ]
         self.arguments = len(self.buffers)
@@ -104,7 +108,10 @@ class _Taker:
         pieces = tuple(self.piece(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.launches.append(_Launch(kernel, grid, pieces, options, compiled))
 
-    def counters(self) -> Tensor:
+    def counters(self, count: int) -> Tensor:
+        if self.counted:
+            self.refuse("two kernels that count")
+        self.counted = count
         return self.buffers[0]
 
     def refuse(self, why: str) -> None:
@@ -137,6 +144,57 @@ def record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callabl
     It takes the tensors that are not None, and their addresses. All are on one device, and begin at multiples of 16
     bytes. ``run`` returns tensors, in a tuple or alone, or None among them.
     """
+    device = next(t for t in tensors if t is not None).device
+    return None if why_not(device) is not None else _record(run, tensors)
+
+
+#: device -> None where a replay gave there what the launches gave, or why not
+_PROVED: dict[torch.device, str | None] = {}
+
+
+@triton.jit
+def _probe_kernel(x_ptr, out_ptr, n, added, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, 2.0 * tl.load(x_ptr + at, mask=at < n, other=0.0) + added, mask=at < n)
+
+
+def why_not(device: torch.device) -> str | None:
+    """None where launches are replayed, or why they are not.
+
+    Triton's launcher is called by a layout that it does not promise, so a tiny replay is compared once with launches.
+    """
+    if device not in _PROVED:
+        if capturing(device):
+            return "it has not been tried yet, and cannot be while a graph is captured"
+        reason = _probe(device)
+        _PROVED[device] = reason
+        if reason is not None:
+            logging.getLogger("moefuse").warning("moefuse: triton: replay is off: %s", reason)
+    return _PROVED[device]
+
+
+def _probe(device: torch.device) -> str | None:
+    def run(x: Tensor) -> Tensor:
+        middle, out = torch.empty_like(x), torch.empty_like(x)
+        launch(_probe_kernel, (1,), x, middle, 5, 1.0, BLOCK=16, num_warps=1)
+        launch(_probe_kernel, (1,), middle, out, 5, 3.0, BLOCK=16, num_warps=1)
+        return out
+
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            first, second = (torch.arange(start, start + 5.0, device=device) for start in (0, 7))
+            run(first)
+            replay = _record(run, [first])
+            if replay is None:
+                return "a run of two launches could not be taken down"
+            if torch.equal(replay([second], [second.data_ptr()]), 4 * second + 5):
+                return None
+    except Exception as error:  # whatever this Triton objects to, ordinary launches serve
+        return f"this Triton's launcher is another ({type(error).__name__}: {error})"
+    return "a replay gave other numbers than the launches"
+
+
+def _record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any] | None:
     given = [t for t in tensors if t is not None]
     device = given[0].device
     with torch.inference_mode(False), FakeTensorMode():
@@ -161,6 +219,7 @@ class _Layout:
         self.device = taker.device
         self.alone = not isinstance(results, tuple)
         self.arguments = taker.arguments
+        self.counted = taker.counted
         #: of a result: the buffer that is returned and an argument to allocate it like, or the argument returned
         self.results = [(None, None) if t is None else taker.result(t) for t in ((results,) if self.alone else results)]
         owned = [buffer.buffer for buffer, _ in self.results if buffer is not None]
@@ -201,6 +260,7 @@ class _Interpreted(_Layout):
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:  # noqa: ARG002
         fresh, returned = self.allocate(tensors)
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
+        counters = counters_at(self.device, 0, scratch.data_ptr(), self.counted)
 
         def tensor(piece: Piece) -> Tensor:
             if piece.buffer in self.place:
@@ -208,7 +268,7 @@ class _Interpreted(_Layout):
             elif piece.buffer in self.owned:
                 whole = fresh[self.owned[piece.buffer]]
             else:
-                whole = tensors[piece.buffer - 1] if piece.buffer else counters_on(self.device, 0)
+                whole = tensors[piece.buffer - 1] if piece.buffer else counters
             start = whole.storage_offset() + piece.offset // piece.dtype.itemsize
             return whole.as_strided(piece.shape, piece.stride, start)
 
@@ -269,7 +329,9 @@ class Replay(_Layout):
         fresh, returned = self.allocate(tensors)
         # Freed when this returns: the allocator hands it out again only to what this stream does later.
         scratch = self.empty.new_empty(self.scratch)
-        bases = [counters_on(device, stream).data_ptr(), *addresses, *[t.data_ptr() for t in fresh], scratch.data_ptr()]
+        begin = scratch.data_ptr()
+        counters = counters_at(device, stream, begin, self.counted) if self.counted else scratch
+        bases = [counters.data_ptr(), *addresses, *[t.data_ptr() for t in fresh], begin]
         values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:

@@ -9,8 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.codes import Codes, sums_two
 from moefuse.backends.triton.launch import block_of, launch
-from moefuse.types import Routing
+from moefuse.backends.triton.mathfn import (
+    at_least,
+    difference_parts,
+    exp_parts,
+    log1p_ratio,
+    tanh_and_slope,
+    times_power,
+)
+from moefuse.types import SCORES, Routing
+
+#: the scores that `selected_parts` has a branch for
+SCORE_NAMES = Codes("triton", "score", ("softmax", "sigmoid", "sqrtsoftplus"), SCORES)
 
 
 @triton.jit
@@ -21,8 +33,82 @@ def _any(flags, AXIS: tl.constexpr):
 @triton.jit
 def _ordered(x):
     """Integers that sort as the numbers do, both zeros as one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return _mirrored(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _mirrored(bits):
+    """A number's bits as an integer of its order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def scores_of(x, SCORE: tl.constexpr):
+    """The scores of logits [BLOCK_E], -inf for none, as float32."""
+    if SCORE == "softmax":
+        top = tl.max(x, 0)
+        scores = tl.exp(x - tl.where(top > float("-inf"), top, 0.0))
+        total = tl.sum(scores, 0)
+        return scores / tl.where(total > 0, total, 1.0)
+    else:
+        m, p, k = _tail_parts(x, 0.0, SCORE)
+        return tl.where(x > float("-inf"), times_power(m * p, k), 0.0)
+
+
+@triton.jit
+def _tail_parts(x, top, SCORE: tl.constexpr):
+    """Sigmoid or sqrtsoftplus scores as ``m * p * 2**k``, where top <= 0 stands for ``p * 2**k`` in all of m."""
+    below = x < 0
+    t_part, t_power = exp_parts(at_least(-tl.abs(x), -200.0), 0.0)
+    t = times_power(t_part, t_power)
+    away, low = difference_parts(tl.where(below, at_least(x, -3e38), 0.0), top)
+    if SCORE == "sigmoid":
+        p, k = exp_parts(at_least(away, -1000.0), low)
+        base, power = exp_parts(at_least(top, -1000.0), 0.0)
+        return times_power(p, k) / (1.0 + t), base, power
+    else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "a score that Triton's kernels do not know")
+        ratio = log1p_ratio(t)
+        p, k = exp_parts(at_least(0.5 * away, -1000.0), 0.5 * low)
+        base, power = exp_parts(at_least(0.5 * top, -1000.0), 0.0)
+        return tl.where(below, times_power(p, k) * tl.sqrt(ratio), tl.sqrt(at_least(x, 0.0) + t * ratio)), base, power
+
+
+@triton.jit
+def selected_parts(x, live, whole, SCORE: tl.constexpr):
+    """Scores of the selected logits [BLOCK_K] as ``m * base * 2**power``; whole: all logits, for the softmax.
+
+    The largest m is near 1, so that weights can be renormalised where float32 has no such score.
+    """
+    top = tl.max(tl.where(live, x, float("-inf")), 0)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    x = tl.where(live, x, top)
+    if SCORE == "softmax":
+        highest = tl.max(whole, 0)
+        highest = tl.where(highest > float("-inf"), highest, 0.0)
+        total = tl.sum(tl.exp(whole - highest), 0)
+        away, low = difference_parts(x, top)
+        p, k = exp_parts(at_least(away, -1000.0), low)
+        base, power = exp_parts(at_least(top - highest, -1000.0), 0.0)
+        m = times_power(p, k)
+        base = base / tl.where(total > 0, total, 1.0)
+    else:
+        m, base, power = _tail_parts(x, tl.minimum(top, 0.0), SCORE)
+    return tl.where(live, m, 0.0), base, power
+
+
+@triton.jit
+def shares_of(m, base, power, floor, RENORMALIZE: tl.constexpr):
+    """Selected scores, or their shares in max(sum, floor); and the m that the sum divides, 0 where it does not."""
+    if RENORMALIZE:
+        total = tl.sum(m, 0)
+        # 2**64 lifts both sides out of the numbers that lose digits.
+        lifted = floor * 1.8446744073709552e19
+        held = (times_power(total * base, power + 64) <= lifted) & (floor > 0)
+        divided = m / tl.where(total > 0, total, 1.0)
+        return tl.where(held, times_power(m * base, power + 64) / lifted, divided), tl.where(held, 0.0, divided)
+    else:
+        return times_power(m * base, power), m * 0.0
 
 
 @triton.jit
@@ -62,23 +148,12 @@ def route_row(
     candidate = (logits > float("-inf")) & (e < E) & (failed == 0)
     capped = logits
     if HAS_SOFTCAP:
-        small = tl.exp(-2.0 * tl.abs(logits / softcap))
-        size = softcap * (1.0 - small) / (1.0 + small)
-        capped = tl.where(logits < 0, -size, size)
-    if SCORE == "softmax":
-        capped = tl.where(logits > float("-inf"), capped, float("-inf"))
-        top = tl.max(capped, 0)
-        top = tl.where(top > float("-inf"), top, 0.0)
-        scores = tl.exp(capped - top)
-        scores = scores / tl.sum(scores, 0)
-    elif SCORE == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-capped))
-    else:
-        # softplus(x) = max(x, 0) + log1p(exp(-|x|)); log(1+t)*t/((1+t)-1) keeps log1p's accuracy for small t.
-        t = tl.exp(-tl.abs(capped))
-        grown = 1.0 + t
-        log1p = tl.where(grown == 1.0, t, tl.log(grown) * t / tl.where(grown == 1.0, 1.0, grown - 1.0))
-        scores = tl.sqrt(tl.maximum(capped, 0.0) + log1p)
+        bent, _ = tanh_and_slope(logits / softcap)
+        capped = tl.where(logits > float("-inf"), softcap * bent, float("-inf"))
+    SCORED: tl.constexpr = HAS_BIAS or (GROUPS > 1 and TOP2)
+    scores = logits
+    if SCORED:
+        scores = scores_of(capped, SCORE)
     key, biased = logits, scores
     if HAS_BIAS:
         bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
@@ -89,32 +164,38 @@ def route_row(
     if GROUPS > 1:
         candidate = _kept(key, biased, candidate, e, E, GROUPS, TOP_GROUPS, TOP2, BLOCK_G)
 
-    # All of it in 32-bit integers, of which a warp finds the largest in one instruction. No score is negative: its bits
-    # are the largest of themselves and zeros.
+    # All of it in 32-bit integers, of which a warp finds the largest in one instruction.
     NONE: tl.constexpr = -0x80000000
+    ordered = _ordered(logits)
     left = tl.where(candidate, _ordered(key), NONE)
-    score_bits = scores.to(tl.int32, bitcast=True)
     slot = tl.arange(0, BLOCK_K)
     ids = tl.full([BLOCK_K], 0, tl.int32) + E
-    selected_bits = tl.zeros([BLOCK_K], tl.int32)
+    chosen_logits = tl.zeros([BLOCK_K], tl.int32)
     for j in range(TOP_K):
         best = tl.max(left, 0)
         chosen = tl.min(tl.where(left == best, e, BLOCK_E), 0)
         here = (slot == j) & (best != NONE)
         ids = tl.where(here, chosen, ids)
-        selected_bits = tl.where(here, tl.max(tl.where(e == chosen, score_bits, 0), 0), selected_bits)
+        if HAS_BIAS:
+            best = tl.max(tl.where(e == chosen, ordered, NONE), 0)
+        chosen_logits = tl.where(here, best, chosen_logits)
         left = tl.where(e == chosen, NONE, left)
-    selected = selected_bits.to(tl.float32, bitcast=True)
+    x = _mirrored(chosen_logits).to(tl.float32, bitcast=True)
+    if HAS_SOFTCAP:
+        bent, _ = tanh_and_slope(x / softcap)
+        x = softcap * bent
 
     live = ids < E
-    if RENORMALIZE:
-        selected = selected / tl.maximum(tl.sum(selected, 0), floor)
-    selected = selected * scale
+    m, base, power = selected_parts(x, live, capped, SCORE)
+    factor = tl.where(live, scale, 0.0)
     if HAS_SCALE:
-        selected = selected * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
+        factor = factor * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
+    selected, _ = shares_of(m, base, power, floor, RENORMALIZE)
+    selected *= factor
     if AFTER:
-        total = tl.sum(selected, 0)
-        selected = selected / tl.where(total == 0.0, 1.0, total)
+        # What was divided before cancels: the shares of the sum need no score that float32 holds.
+        total = tl.sum(m * factor, 0)
+        selected = tl.where(total == 0.0, selected, m * factor / tl.where(total == 0.0, 1.0, total))
     selected = tl.where(live, selected, 0.0)
     place = row * TOP_K + slot
     tl.store(weights_ptr + place, selected, mask=slot < TOP_K)
@@ -138,7 +219,8 @@ def _route_kernel(
 
 
 def rule_numbers(routing: Routing) -> tuple[float, float, float]:
-    """The run-time numbers of a rule, as `route_row` takes them."""
+    """The run-time numbers of a rule, as `route_row` takes them; refuses a score that it does not know."""
+    SCORE_NAMES[routing.score]
     return routing.scale, routing.softcap or 1.0, routing.floor
 
 
@@ -153,7 +235,7 @@ def rule_options(routing: Routing, E: int, bias: Tensor | None, per_expert_scale
         "HAS_SCALE": per_expert_scale is not None,
         "GROUPS": routing.groups,
         "TOP_GROUPS": routing.top_groups,
-        "TOP2": routing.group_score == "top2_sum",
+        "TOP2": sums_two(routing.group_score),
         "TOP_K": routing.top_k,
         "BLOCK_E": block_of(E),
         "BLOCK_G": block_of(routing.groups, 1),

@@ -9,35 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.combine import contiguous
 from moefuse.backends.triton.combine_backward import norm_row_backward, norm_weight_gradient
 from moefuse.backends.triton.gate import raw_logits
 from moefuse.backends.triton.launch import block_of, ceil_div, launch
-from moefuse.backends.triton.route import rule_numbers
+from moefuse.backends.triton.mathfn import at_least, exp_parts, log1p_ratio, tanh_and_slope, times_power
+from moefuse.backends.triton.route import rule_numbers, scores_of, selected_parts, shares_of
 from moefuse.types import Routing
 
 #: slots whose part of the per-expert scales one program sums
 _SLOTS = 256
-
-
-@triton.jit
-def _tanh(x):
-    small = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _through_divisor(grad, values, floor, FLOORED: tl.constexpr):
-    """Gradient of values divided by their sum: FLOORED holds it up, otherwise 0 counts as 1."""
-    total = tl.sum(values, 0)
-    held = total == 0.0
-    divisor = tl.where(held, 1.0, total)
-    if FLOORED:
-        held = (total > floor) == 0
-        divisor = tl.where(held, floor, total)
-    along = tl.sum(grad * values, 0) / divisor
-    return (grad - tl.where(held, 0.0, along)) / divisor
 
 
 @triton.jit
@@ -51,56 +31,51 @@ def _row_backward(
     e = tl.arange(0, BLOCK_E)
     finite = (logits == logits) & (tl.abs(logits) < float("inf")) & (e < E)
     safe = tl.where(finite, logits, 0.0)
-    capped = safe
+    capped, bend = safe, safe
     if HAS_SOFTCAP:
-        capped = softcap * _tanh(safe / softcap)
-    if SCORE == "softmax":
-        shown = tl.where(finite, capped, float("-inf"))
-        top = tl.max(shown, 0)
-        top = tl.where(top > float("-inf"), top, 0.0)
-        scores = tl.exp(shown - top)
-        total = tl.sum(scores, 0)
-        scores = scores / tl.where(total > 0, total, 1.0)
-    elif SCORE == "sigmoid":
-        scores = tl.where(finite, 1.0 / (1.0 + tl.exp(-capped)), 0.0)
-    else:
-        t = tl.exp(-tl.abs(capped))
-        grown = 1.0 + t
-        log1p = tl.where(grown == 1.0, t, tl.log(grown) * t / tl.where(grown == 1.0, 1.0, grown - 1.0))
-        scores = tl.where(finite, tl.sqrt(tl.maximum(capped, 0.0) + log1p), 0.0)
-
+        bent, bend = tanh_and_slope(safe / softcap)
+        capped = softcap * bent
+    capped = tl.where(finite, capped, float("-inf"))
     slot = tl.arange(0, BLOCK_K)
     ids = tl.load(ids_ptr + row * stride_it + slot * stride_ik, mask=slot < TOP_K, other=E)
     live = ids < E
     grad = tl.load(grad_ptr + row * stride_gt + slot * stride_gk, mask=live, other=0.0).to(tl.float32)
     # [BLOCK_K, BLOCK_E]
     chosen = (ids[:, None] == e[None, :]) & live[:, None]
-    selected = tl.sum(tl.where(chosen, scores[None, :], 0.0), 1)
+    x = tl.sum(tl.where(chosen & finite[None, :], capped[None, :], 0.0), 1)
+    m, base, power = selected_parts(x, live, capped, SCORE)
     factor = tl.where(live, scale, 0.0)
     if HAS_SCALE:
         factor = factor * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
-    shares = selected
-    if RENORMALIZE:
-        shares = selected / tl.maximum(tl.sum(selected, 0), floor)
+    shares, divided = shares_of(m, base, power, floor, RENORMALIZE)
+    # Each step's gradient times its value, which stays in range where the scores do not.
+    by_share = grad * shares
     if AFTER:
-        grad = _through_divisor(grad, shares * factor, 0.0, False)
+        total = tl.sum(m * factor, 0)
+        divisor = tl.where(total == 0.0, 1.0, total)
+        along = tl.sum(grad * m * factor, 0) / divisor
+        by_share = tl.where(total == 0.0, by_share, (grad - along) * (m / divisor))
     if HAS_SCALE:
-        tl.store(parts_ptr + row * TOP_K + slot, tl.where(live, grad * shares * scale, 0.0), mask=slot < TOP_K)
-    grad = grad * factor
+        tl.store(parts_ptr + row * TOP_K + slot, tl.where(live, by_share * scale, 0.0), mask=slot < TOP_K)
+    by_score = by_share * factor
     if RENORMALIZE:
-        grad = tl.where(live, _through_divisor(grad, selected, floor, True), 0.0)
-    d_scores = tl.sum(tl.where(chosen, grad[:, None], 0.0), 0)
+        by_score -= divided * tl.sum(by_score, 0)
     if SCORE == "softmax":
-        d_logits = scores * (d_scores - tl.sum(grad * selected, 0))
-    elif SCORE == "sigmoid":
-        d_logits = d_scores * scores * (1.0 - scores)
+        d_scores = tl.sum(tl.where(chosen, by_score[:, None], 0.0), 0)
+        d_logits = d_scores - scores_of(capped, SCORE) * tl.sum(by_score, 0)
     else:
-        # A score that underflowed to zero has no slope left.
-        slope = 1.0 / (1.0 + tl.exp(-capped)) / tl.where(scores > 0, 2.0 * scores, 1.0)
-        d_logits = tl.where(scores > 0, d_scores * slope, 0.0)
+        # The slope of a score over the score.
+        p, k = exp_parts(at_least(-tl.abs(x), -200.0), 0.0)
+        t = times_power(p, k)
+        if SCORE == "sigmoid":
+            slope = tl.where(x < 0, 1.0, t) / (1.0 + t)
+        else:
+            tl.static_assert(SCORE == "sqrtsoftplus", "a score that Triton's kernels do not know")
+            ratio = log1p_ratio(t)
+            slope = 0.5 / ((1.0 + t) * tl.where(x < 0, ratio, at_least(x, 0.0) + t * ratio))
+        d_logits = tl.sum(tl.where(chosen, (by_score * slope)[:, None], 0.0), 0)
     if HAS_SOFTCAP:
-        bent = _tanh(safe / softcap)
-        d_logits = d_logits * (1.0 - bent * bent)
+        d_logits = d_logits * bend
     return tl.where(finite, d_logits, 0.0)
 
 
@@ -160,7 +135,7 @@ def _scale_gradient(parts: Tensor, ids: Tensor, per_expert_scale: Tensor) -> Ten
     blocks = ceil_div(S, _SLOTS)
     sums = torch.empty((blocks, E), dtype=torch.float32, device=parts.device)
     launch(
-        _scale_kernel, (blocks,), parts, ids.contiguous(), sums, S, E, BLOCK=_SLOTS, STEP=16, BLOCK_E=block_of(E),
+        _scale_kernel, (blocks,), parts, ids, sums, S, E, BLOCK=_SLOTS, STEP=16, BLOCK_E=block_of(E),
         num_warps=4,
     )  # fmt: skip
     return sums.sum(0).to(per_expert_scale.dtype)
@@ -173,7 +148,7 @@ def route_backward(
     d_logits = torch.empty((T, E), dtype=logits.dtype, device=logits.device)
     parts = torch.empty((T, routing.top_k), dtype=torch.float32, device=logits.device)
     launch(
-        _route_backward_kernel, (T,), grad, logits, ids, contiguous(per_expert_scale), d_logits, parts, E,
+        _route_backward_kernel, (T,), grad, logits, ids, per_expert_scale, d_logits, parts, E,
         *logits.stride(), *grad.stride(), *ids.stride(), *rule_numbers(routing),
         **_rule(routing, E, per_expert_scale), num_warps=_row_warps(routing, E),
     )  # fmt: skip
@@ -291,16 +266,15 @@ def gate_backward(
 ) -> tuple[Tensor, ...]:
     (T, H), E = x.shape, weight.shape[0]
     f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    norm = contiguous(norm_weight)
-    raw = raw_logits(x, weight, norm)
+    raw = raw_logits(x, weight, norm_weight)
     d_logits, parts = torch.empty((T, E), **f32), torch.empty((T, routing.top_k), **f32)
     inverse_rms = torch.empty(T, **f32)
     row_block = block_of(H)
     row_warps = 4 if row_block <= 4096 else 8
     launch(
-        _gate_rows_kernel, (T,), d_weights, x, raw, contiguous(logit_bias), ids, contiguous(per_expert_scale), d_logits,
+        _gate_rows_kernel, (T,), d_weights, x, raw, logit_bias, ids, per_expert_scale, d_logits,
         parts, inverse_rms, H, E, raw.shape[0], *x.stride(), *d_weights.stride(), *ids.stride(), eps,
-        *rule_numbers(routing), HAS_NORM=norm is not None, HAS_LOGIT_BIAS=logit_bias is not None,
+        *rule_numbers(routing), HAS_NORM=norm_weight is not None, HAS_LOGIT_BIAS=logit_bias is not None,
         **_rule(routing, E, per_expert_scale), BLOCK_H=row_block,
         num_warps=max(row_warps, _row_warps(routing, E)),
     )  # fmt: skip
@@ -310,12 +284,13 @@ def gate_backward(
         length = ceil_div(ceil_div(T, stretches), 32) * 32
         sums = torch.empty((stretches, E, H), **f32)
         launch(
-            _router_kernel, (ceil_div(E, 32), ceil_div(H, 64), stretches), d_logits, x, inverse_rms, norm, sums,
-            T, H, E, length, *x.stride(), HAS_NORM=norm is not None, BLOCK_T=32, BLOCK_E=32, BLOCK_H=64, num_warps=4,
+            _router_kernel, (ceil_div(E, 32), ceil_div(H, 64), stretches), d_logits, x, inverse_rms, norm_weight, sums,
+            T, H, E, length, *x.stride(), HAS_NORM=norm_weight is not None, BLOCK_T=32, BLOCK_E=32, BLOCK_H=64,
+            num_warps=4,
         )  # fmt: skip
         d_weight = sums.sum(0).to(weight.dtype)
     if want_x:
-        d = torch.empty((T, H), dtype=x.dtype if norm is None else torch.float32, device=x.device)
+        d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
         strides = (0, 0) if d_normed is None else d_normed.stride()
         launch(
             _input_kernel, (ceil_div(T, 32), ceil_div(H, 64)), d_logits, weight, d_normed, d, T, H, E,
@@ -323,10 +298,10 @@ def gate_backward(
             num_warps=4,
         )  # fmt: skip
         d_x = d
-        if norm is not None and norm_weight is not None:
+        if norm_weight is not None:
             d_x = torch.empty((T, H), dtype=x.dtype, device=x.device)
             launch(
-                _norm_backward_kernel, (T,), d, x, norm, inverse_rms, d_x, H, *x.stride(), BLOCK_H=row_block,
+                _norm_backward_kernel, (T,), d, x, norm_weight, inverse_rms, d_x, H, *x.stride(), BLOCK_H=row_block,
                 num_warps=row_warps,
             )  # fmt: skip
             d_norm = norm_weight_gradient(d, x, inverse_rms, norm_weight)
