@@ -1,0 +1,534 @@
+"""Everything that only a card can show, in one run: PYTHONPATH=src python tests/card.py [--only SECTIONS] [--out DIR]
+
+Needs an NVIDIA GPU, torch and Triton; transformers for the models and compute-sanitizer for the sanitizers, each said
+where missing. Each section is cut into jobs, each job is a process of its own, and a failure is one line of the report:
+a job whose device is lost goes on behind the case that lost it. Results are kept in DIR, with a table for
+docs/support.md. `--dry` shows on any machine that the script itself works: few cases, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: section -> the seconds that each of its jobs may take
+SECTIONS = {"cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "sanitize": 420}
+DTYPES = ("float32", "float16", "bfloat16")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+#: processes for the case table of one dtype, and for one sanitizer
+SLICES, SANITIZED_SLICES = 4, 4
+DEVICE_LOST = 3
+SEED = 20
+#: what the sanitizers' summaries say when nothing was found
+CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
+
+Check = tuple[str, Callable[[], str | None]]
+
+
+@dataclass
+class Job:
+    """A process: ``section`` says what it checks, ``arguments`` which part of that."""
+
+    section: str
+    name: str
+    arguments: dict[str, str]
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# What a job checks: pairs of a name and a function that returns None, or what went wrong.
+
+
+def table(arguments: dict[str, str]) -> Iterator[Check]:
+    """A slice of the case table in one dtype, with gradients, plainly or in the strange forms of memory."""
+    import torch
+
+    from moefuse.testing import cases
+
+    dtype = getattr(torch, arguments["dtype"])
+    part, parts = map(int, arguments["slice"].split("/"))
+    chosen = [case for case in cases.CASES if dtype in cases.dtypes_of(case, "triton")]
+    if "only" in arguments:
+        chosen = [case for case in chosen if case.id in arguments["only"].split(",")]
+    for case in chosen[part::parts]:
+        if arguments.get("strange"):
+            yield from strange_forms(case, dtype)
+        else:
+            yield case.id, lambda case=case: told(cases.run(case, dtype, "triton", device(), SEED))
+
+
+def strange_forms(case: Any, dtype: Any) -> Iterator[Check]:
+    """A case once for each tensor argument and form: sliced, strided, expanded, transposed, offset, negated."""
+    from moefuse.testing import strange
+
+    for form, run in strange.runs(case, dtype, "triton", device(), SEED):
+        yield f"{case.id} {form}", lambda run=run: told(run())
+
+
+def told(outcome: Any) -> str | None:
+    return None if outcome.passed else str(outcome.describe())
+
+
+def compiled(arguments: dict[str, str]) -> Iterator[Check]:
+    """torch.compile in one mode of moe() and of a tiny model, forward and backward, fullgraph on and off."""
+    mode = arguments["mode"]
+    for whole in (True, False):
+        for backward in (False, True):
+            what = (
+                f"{mode}, {'fullgraph' if whole else 'graph breaks allowed'}, {'backward' if backward else 'forward'}"
+            )
+            yield f"moe(): {what}", lambda whole=whole, backward=backward: compiled_block(mode, whole, backward)
+            for way in ("patch", "experts_implementation"):
+                yield (
+                    f"model by {way}: {what}",
+                    lambda way=way, whole=whole, backward=backward: compiled_model(way, mode, whole, backward),
+                )
+
+
+def make_block(T: int, dtype: Any, requires_grad: bool = False) -> tuple[Callable[..., Any], Any, list[Any]]:
+    """A block whose router and tail both count, an input, and its weights."""
+    import torch
+
+    import moefuse
+
+    torch.manual_seed(SEED)
+    E, H, I = 8, 64, 32
+    weights = [
+        (torch.randn(shape) * 0.2).to(device(), dtype).requires_grad_(requires_grad)
+        for shape in ((E, H), (E, 2 * I, H), (E, H, I), (H,))
+    ]
+    router, gate_up, down, norm = weights
+
+    def block(x: Any) -> Any:
+        return moefuse.moe(
+            x, router, gate_up, down, moefuse.Routing(top_k=2), norm_weight=norm, residual=x, next_norm_weight=norm,
+            backend="triton",
+        )  # fmt: skip
+
+    return block, torch.randn(T, H).to(device(), dtype).requires_grad_(requires_grad), weights
+
+
+def close(name: str, have: Any, want: Any, bound: float) -> str | None:
+    import torch
+
+    have, want = have.detach().double(), want.detach().double()
+    if not torch.isfinite(have).all():
+        return f"{name} is not finite"
+    worst = float((have - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    return None if worst <= bound else f"{name} is off by {worst:.1e} of its largest, bound {bound:.0e}"
+
+
+def compile_as(run: Callable[..., Any], mode: str, whole: bool) -> Callable[..., Any]:
+    import torch
+
+    torch._dynamo.reset()
+    torch.compiler.reset()
+    if device() == "cpu":
+        return torch.compile(run, fullgraph=whole, backend="eager")
+    return torch.compile(run, fullgraph=whole, mode=None if mode == "default" else mode)
+
+
+def compiled_block(mode: str, whole: bool, backward: bool) -> str | None:
+    import torch
+
+    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
+    block, x, weights = make_block(3, dtype, backward)
+    inputs = [x, *weights]
+    run = compile_as(lambda x: block(x), mode, whole)
+    # The first call compiles, the second may warm graphs up and the third replays them.
+    for turn in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(backward):
+            found = run(x)
+            pairs = [("out", found[0], block(x)[0]), ("normed", found[1], block(x)[1])]
+        if backward:
+            d = torch.ones_like(pairs[0][1])
+            have = torch.autograd.grad(found, inputs, (d, d))
+            goal = torch.autograd.grad(block(x), inputs, (d, d))
+            names = ("x", "router", "gate_up", "down", "norm_weight")
+            pairs += list(zip((f"gradient of {name}" for name in names), have, goal, strict=True))
+        for name, got, want in pairs:
+            wrong = close(f"{name}, call {turn + 1}", got, want, 2e-2)
+            if wrong:
+                return wrong
+    return None
+
+
+def make_model(way: str, dtype: Any) -> Any:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import moefuse.hf
+
+    torch.manual_seed(SEED)
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).to(device(), dtype).eval()
+    if way == "patch":
+        moefuse.hf.patch(model)
+    elif way == "experts_implementation":
+        model.set_experts_implementation("moefuse")
+    return model
+
+
+def compiled_model(way: str, mode: str, whole: bool, backward: bool) -> str | None:
+    import torch
+
+    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
+    model, plain = make_model(way, dtype), make_model("stock", dtype)
+    ids = torch.randint(0, 128, (2, 7), device=device())
+    run = compile_as(lambda ids: model(ids, use_cache=False).logits, mode, whole)
+    weight = next(p for name, p in model.named_parameters() if name.endswith("experts.down_proj"))
+    goal_weight = next(p for name, p in plain.named_parameters() if name.endswith("experts.down_proj"))
+    for turn in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(backward):
+            have, want = run(ids), plain(ids, use_cache=False).logits
+        pairs = [("logits", have, want)]
+        if backward:
+            scale = torch.randn(want.shape, generator=torch.Generator().manual_seed(SEED)).to(want)
+            (got,) = torch.autograd.grad(have, weight, scale)
+            (goal,) = torch.autograd.grad(want, goal_weight, scale)
+            pairs.append(("gradient of an expert stack", got, goal))
+        for name, got, goal in pairs:
+            # A router's tie may fall otherwise in bfloat16; float32 leaves nothing to excuse.
+            wrong = close(f"{name}, call {turn + 1}", got, goal, 6e-2 if dtype == torch.bfloat16 else 1e-4)
+            if wrong:
+                return wrong
+    return None
+
+
+def generated(_: dict[str, str]) -> Iterator[Check]:
+    """generate with a static cache, which compiles the decode step, gives the tokens of the stock model."""
+
+    def run(way: str) -> str | None:
+        import torch
+
+        model, plain = make_model(way, torch.float32), make_model("stock", torch.float32)
+        ids = torch.randint(0, 128, (2, 5), device=device())
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        have = model.generate(ids, cache_implementation="static", **options)
+        want = plain.generate(ids, **options)
+        return None if torch.equal(have, want) else f"tokens differ: {have.tolist()} for {want.tolist()}"
+
+    for way in ("patch", "experts_implementation"):
+        yield f"generate with a static cache, model by {way}", lambda way=way: run(way)
+
+
+def graphs(_: dict[str, str]) -> Iterator[Check]:
+    for T in (1, 4):
+        yield f"two graphs captured on one stream, replayed at once on two, T={T}", lambda T=T: graphs_at_once(T)
+    yield "a graph captured before anything ran outside one", captured_first
+
+
+def graphs_at_once(T: int, replays: int = 200) -> str | None:
+    """Each graph holds many blocks, so that the two overlap; every replay gives the bits of the eager call."""
+    import torch
+
+    block, x, _ = make_block(T, torch.bfloat16)
+    inputs = [x, torch.randn_like(x)]
+
+    def run(x: Any) -> Any:
+        for _ in range(30):
+            x = block(x)[1]
+        return x
+
+    with torch.inference_mode():
+        for x in inputs:
+            run(x)
+        want = [run(x) for x in inputs]
+        stream = torch.cuda.Stream()
+        captured, outputs = [], []
+        for x in inputs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                outputs.append(run(x))
+            captured.append(graph)
+        streams = [torch.cuda.Stream() for _ in captured]
+        for turn in range(replays):
+            for out in outputs:
+                out.fill_(float("nan"))
+            torch.cuda.synchronize()
+            for graph, side in zip(captured, streams, strict=True):
+                with torch.cuda.stream(side):
+                    graph.replay()
+            torch.cuda.synchronize()
+            wrong = [i for i, out in enumerate(outputs) if not torch.equal(out, want[i])]
+            if wrong:
+                return f"replay {turn + 1}: graph {wrong[0] + 1} gave other bits than the eager call"
+    return None
+
+
+def captured_first() -> str | None:
+    """Counters that no eager call has made yet are part of the graph; kernels are compiled before, or cannot load."""
+    import torch
+
+    from moefuse.backends.triton import launch
+
+    block, x, _ = make_block(2, torch.bfloat16)
+    with torch.inference_mode():
+        want = [block(x) for _ in range(3)][-1]
+        torch.cuda.synchronize()
+        launch._COUNTERS.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = block(x)
+        if launch._COUNTERS:
+            return "a capture allocated counters and kept them"
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        return None if all(map(torch.equal, found, want)) else "a replay gave other bits than the eager call"
+
+
+def hopper(_: dict[str, str]) -> Iterator[Check]:
+    """The product for many rows, which no case of the table is large enough for."""
+    import torch
+
+    from moefuse import backends
+
+    facts = backends.BACKENDS[1].load().describe()
+    yield "every fast path is on", lambda: "; ".join(f"{n}: {v}" for n, v in facts.items() if "off" in str(v)) or None
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in (None, "Q4_K"):
+            for T in (512, 3000):
+                name = f"experts, T={T}, {str(dtype)[6:]}, {spec or 'plain'} weights"
+                yield name, lambda dtype=dtype, spec=spec, T=T: many_rows(T, dtype, spec)
+
+
+def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
+    import torch
+
+    import moefuse
+    from moefuse.quant.tensor import QuantTensor
+
+    torch.manual_seed(SEED)
+    E, H, I, top_k = 8, 1024, 512, 2
+    x = torch.randn(T, H, device=device(), dtype=dtype)
+    stacks = [torch.randn(shape) * 0.03 for shape in ((E, 2 * I, H), (E, H, I))]
+    if spec is None:
+        gate_up, down = (stack.to(device(), dtype) for stack in stacks)
+        wide = [gate_up.double(), down.double()]
+    else:
+        gate_up, down = (QuantTensor.quantize(stack, spec).to(device()) for stack in stacks)
+        wide = [gate_up.dequantize(torch.float64), down.dequantize(torch.float64)]
+    ids = torch.randint(0, E, (T, top_k), device=device(), dtype=torch.int32)
+    weights = torch.rand(T, top_k, device=device())
+    have = moefuse.experts(x, ids, weights, gate_up, down, backend="triton")
+    want = moefuse.experts(x.double(), ids, weights.double(), *wide, backend="reference")
+    return close("out", have, want, 1e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
+CHECKS: dict[str, Callable[[dict[str, str]], Iterator[Check]]] = {
+    "cases": table, "strange": table, "compile": compiled, "generate": generated, "graphs": graphs, "hopper": hopper,
+    "sanitize": table,
+}  # fmt: skip
+
+
+def work(section: str, arguments: dict[str, str], start: int, report: Path) -> int:
+    """Run the checks of one job from ``start`` on, a line of the report for each; DEVICE_LOST where CUDA is no more."""
+    with report.open("a", encoding="utf-8") as file:
+
+        def say(**line: Any) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        index = -1
+        try:
+            for index, (name, check) in enumerate(CHECKS[section](arguments)):
+                if index < start:
+                    continue
+                say(begun=index, name=name)
+                began = time.monotonic()
+                try:
+                    wrong = check()
+                    lost = False
+                except Exception as error:
+                    wrong = f"{type(error).__name__}: {error}"
+                    lost = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+                    traceback.print_exc()
+                say(done=index, name=name, wrong=wrong, seconds=round(time.monotonic() - began, 2))
+                if lost:
+                    return DEVICE_LOST
+        except Exception as error:  # the list of checks itself: a missing package, an option that is not there
+            say(done=index + 1, name="its checks", wrong=f"{type(error).__name__}: {error}", seconds=0)
+            traceback.print_exc()
+    return 0
+
+
+# The run: jobs in several processes, each begun again behind a check that it did not survive.
+
+
+def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
+    slices = 1 if dry else SLICES
+    few = {"only": "route/one_token,glu/gelu,experts/decode"} if dry else {}
+    dtypes = ("float32",) if dry else DTYPES
+    if "compile" in sections:
+        for mode in MODES[: 1 if dry else None]:
+            yield Job("compile", f"compile-{mode}", {"mode": mode})
+        yield Job("compile", "generate", {"checks": "generate"})
+    for section in ("graphs", "hopper"):
+        if section in sections and not dry:
+            yield Job(section, section, {})
+    for section in ("cases", "strange"):
+        if section in sections:
+            for dtype in dtypes:
+                for part in range(slices):
+                    arguments = {"dtype": dtype, "slice": f"{part}/{slices}", **few}
+                    if section == "strange":
+                        arguments["strange"] = "1"
+                    yield Job(section, f"{section}-{dtype}-{part}", arguments)
+    if "sanitize" in sections and not dry:
+        for tool in CLEAN:
+            for part in range(SANITIZED_SLICES):
+                yield Job(
+                    "sanitize", f"{tool}-{part}", {"dtype": "bfloat16", "slice": f"{part}/{SANITIZED_SLICES}"},
+                    ("compute-sanitizer", "--tool", tool), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                )  # fmt: skip
+
+
+def run_job(job: Job, out: Path, ends: float, per_job: float) -> list[dict[str, Any]]:
+    """One line for each check: name, what went wrong or None, seconds."""
+    if job.prefix and shutil.which(job.prefix[0]) is None:
+        return [{"name": job.name, "wrong": f"not run: {job.prefix[0]} is not here", "seconds": 0}]
+    report, log = out / f"{job.name}.jsonl", out / f"{job.name}.log"
+    report.unlink(missing_ok=True)
+    ends = min(ends, time.monotonic() + per_job)
+    start, found = 0, []
+    with log.open("w", encoding="utf-8") as output:
+        while True:
+            command = [
+                *job.prefix, sys.executable, __file__, "--work", job.arguments.get("checks", job.section),
+                "--arguments", json.dumps(job.arguments), "--start", str(start), "--report", str(report),
+            ]  # fmt: skip
+            left = ends - time.monotonic()
+            if left <= 0:
+                found.append({"name": f"{job.name} from check {start + 1} on", "wrong": "not run: no time left"})
+                break
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | job.environment)
+            try:
+                code: int | None = process.wait(timeout=left)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = None
+            lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+            done = {line["done"] for line in lines if "done" in line}
+            stuck = [line for line in lines if "begun" in line and line["begun"] not in done]
+            found = [line for line in lines if "done" in line]
+            for line in stuck:
+                why = "no end within its time" if code is None else f"the process ended with {code}"
+                found.append({"name": line["name"], "wrong": why, "seconds": 0})
+            if code is None:
+                found.append({"name": f"{job.name}: what follows", "wrong": "not run: no time left"})
+            if code == 0 or code is None or not lines:
+                if code not in (0, None) and not lines:
+                    found.append({"name": job.name, "wrong": f"the process ended with {code}, see {log}"})
+                break
+            start = max(line.get("done", line.get("begun", -1)) for line in lines) + 1
+            for line in stuck:  # known to be lost, not to be reported again
+                with report.open("a", encoding="utf-8") as file:
+                    record = {"done": line["begun"], "name": line["name"], "wrong": f"the process ended with {code}"}
+                    file.write(json.dumps(record) + "\n")
+    if job.section == "sanitize":
+        text = log.read_text(encoding="utf-8", errors="replace")
+        tool = job.prefix[2]
+        clean = CLEAN[tool] in text
+        found.append({"name": f"{job.name}: summary", "wrong": None if clean else f"{CLEAN[tool]!r} is not in {log}"})
+    return found
+
+
+def told_in_markdown(found: dict[str, list[dict[str, Any]]], seconds: float) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: dry"
+    versions = [f"torch {torch.__version__}", f"Python {sys.version.split()[0]}"]
+    for package in ("triton", "transformers"):
+        try:
+            versions.append(f"{package} {__import__(package).__version__}")
+        except ImportError:
+            versions.append(f"no {package}")
+    lines = [
+        f"{name}; {', '.join(versions)}; {seconds:.0f} s",
+        "",
+        "| section | passed | failed | not run |",
+        "|---" * 4 + "|",
+    ]
+    for section, checks in found.items():
+        missed = sum(str(c.get("wrong") or "").startswith("not run") for c in checks)
+        failed = sum(c.get("wrong") is not None for c in checks) - missed
+        lines.append(f"| {section} | {len(checks) - failed - missed} | {failed} | {missed} |")
+    wrong = [(s, c) for s, checks in found.items() for c in checks if c.get("wrong") is not None]
+    if wrong:
+        lines += ["", "| section | check | what went wrong |", "|---" * 3 + "|"]
+        lines += [
+            f"| {s} | {c['name']} | {str(c['wrong']).replace('|', '/').splitlines()[0][:300]} |" for s, c in wrong
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--out", type=Path, default=Path("card"))
+    parser.add_argument("--budget", type=float, default=460, help="seconds for the whole run")
+    parser.add_argument("--job-budget", type=float, help="seconds for a job, in place of each section's own")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--work", choices=CHECKS, help=argparse.SUPPRESS)
+    parser.add_argument("--arguments", type=json.loads, default={}, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        return work(given.work, given.arguments, given.start, given.report)
+
+    sections = given.only.split(",")
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"--only takes {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    if given.dry:
+        os.environ["TRITON_INTERPRET"] = "1"
+    given.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sections}
+    with ThreadPoolExecutor(given.processes) as pool:
+        running = {
+            pool.submit(run_job, job, given.out, began + given.budget, given.job_budget or SECTIONS[job.section]): job
+            for job in jobs(sections, given.dry)
+        }
+        for future in as_completed(running):
+            job = running[future]
+            checks = future.result()
+            found[job.section] += checks
+            bad = sum(check.get("wrong") is not None for check in checks)
+            print(f"{time.monotonic() - began:5.0f} s  {job.name}: {len(checks) - bad} of {len(checks)}", flush=True)
+    text = told_in_markdown(found, time.monotonic() - began)
+    (given.out / "support.md").write_text(text, encoding="utf-8")
+    (given.out / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(text)
+    return int(any(check.get("wrong") is not None for checks in found.values() for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
