@@ -25,7 +25,7 @@ class QuantTensor:
 
     Attributes:
         blocks: uint8 ``[E, N, bytes of a row]``; rows follow each other without gaps, experts at any stride.
-        format: a name in `moefuse.quant.formats.FORMATS`.
+        format: a name in `moefuse.quant.formats.FORMATS`; "q4_k" becomes "Q4_K".
         exact: keep activations in float32. Otherwise a backend may round them to 8 bits per block, for speed.
 
     >>> blocks = torch.tensor([0, 60] + [1, 255] * 16, dtype=torch.uint8)  # scale 1, then 1, -1, 1, -1, ..
@@ -42,6 +42,8 @@ class QuantTensor:
 
     def __post_init__(self) -> None:
         form = format_of(self.format)
+        if form.name != self.format:
+            object.__setattr__(self, "format", form.name)
         blocks = self.blocks
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
             got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
