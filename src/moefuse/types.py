@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -27,6 +28,23 @@ MAX_TOP_K = 64
 
 # The floor under a renormalising sum. No finite softmax row reaches 2**-14; the others follow DeepSeek-V3.
 _NORM_FLOOR = {"softmax": 2.0**-14, "sigmoid": 1e-20, "sqrtsoftplus": 1e-20}
+
+
+_DTYPES = {
+    torch.float32: ("float32", "f32", "fp32", "float"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float16: ("float16", "f16", "fp16", "half"),
+}
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The element type of a name, long or short, in either case; None where we compute in no such type.
+
+    >>> dtype_named("bf16"), dtype_named("torch.float32"), dtype_named("int8")
+    (torch.bfloat16, torch.float32, None)
+    """
+    plain = name.lower().removeprefix("torch.")
+    return next((dtype for dtype, names in _DTYPES.items() if plain in names), None)
 
 
 def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> None:

@@ -340,7 +340,7 @@ def test_without_a_gpu_it_says_so() -> None:
     ("words", "message"),
     [
         (["--dtype", "int8"], "'int8' is not one of"),
-        (["--weights", "Q9"], "weights must be in"),
+        (["--weights", "Q9"], "format must be one of Q4_K"),
         (["--tokens", "0"], "positive whole numbers"),
     ],
 )

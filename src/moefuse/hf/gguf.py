@@ -24,6 +24,7 @@ from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
 from moefuse.quant.gguf import GGUFFile, brief, read
 from moefuse.quant.tensor import QuantTensor
+from moefuse.types import dtype_named
 
 _LARGE = 2**20  # elements
 
@@ -43,7 +44,7 @@ def from_gguf(
 
     Args:
         path: a file; of a model in several files the first.
-        dtype: of what is not in blocks; "auto" is bfloat16.
+        dtype: of what is not in blocks, or its name; "auto" is bfloat16.
         device: where it runs; on a GPU the blocks are copied there.
         exact: keep the experts' activations in float32, see `moefuse.QuantTensor`.
         progress: show a bar on the terminal while loading.
@@ -54,7 +55,7 @@ def from_gguf(
     """
     file = _open(Path(path))
     architecture = ARCHITECTURES[file.architecture]
-    target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    target = torch.bfloat16 if dtype == "auto" else dtype_named(dtype) if isinstance(dtype, str) else dtype
     if target not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"from_gguf: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
     try:

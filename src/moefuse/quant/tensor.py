@@ -132,6 +132,18 @@ def unwrap(weight: Any) -> tuple[Any, str | None]:
     return (weight.blocks, weight.spec) if isinstance(weight, QuantTensor) else (weight, None)
 
 
+def spec_of(text: str) -> str:
+    """A `QuantTensor.spec` as a user writes it.
+
+    >>> spec_of("q4_k:exact")
+    'Q4_K:exact'
+    """
+    name, colon, mode = text.partition(":")
+    if colon + mode.lower() not in ("", _EXACT):
+        raise ValueError(f"weights: a format may end in :exact, got {text!r}")
+    return format_of(name).name + (_EXACT if mode else "")
+
+
 def format_in(spec: str) -> str:
     """The format's name in a `QuantTensor.spec`."""
     return spec.removesuffix(_EXACT)
