@@ -141,7 +141,15 @@ def test_no_name_is_broken(command: list[str], width: str) -> None:
     result = CliRunner(env={"COLUMNS": width, "NO_COLOR": "1"}).invoke(app, command)
     assert result.exit_code == 0, result.output
     words = result.stdout.replace("│", " ").replace(",", " ").split()
-    for name in ("reference", "backend", *(("metal", "triton", "combine_backward", "grouped_linear_transposed") if command[0] == "info" else ("experts", "bfloat16"))):
+    for name in (
+        "reference",
+        "backend",
+        *(
+            ("metal", "triton", "combine_backward", "grouped_linear_transposed")
+            if command[0] == "info"
+            else ("experts", "bfloat16")
+        ),
+    ):
         assert name in words
     assert "…" not in result.stdout
 

@@ -107,6 +107,21 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "fetch it again" in refusal(cut)
 
 
+@pytest.mark.parametrize("more", [(), ("--compare", "--against", "eager")])
+def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...]) -> None:
+    path = tmp_path / "model.gguf"
+    make(KINDS["olmoe"], path)
+    file = read(path)
+    stack = file["blk.1.ffn_down_exps.weight"]
+    stack.blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
+    write(path, file.metadata, dict(file))
+    code, output = invoke(path, "--prompt", PROMPT, "--max-tokens", 4, "--dtype", "fp32", *more)
+    assert code == 1, output
+    assert "moefuse: the logits are not finite: it began in model.layers.1.mlp.experts;" in output
+    assert "at 0.0/s" not in output
+    assert "nan" not in output
+
+
 def test_paths(tmp_path: Path) -> None:
     code, output = invoke(tmp_path / "no.gguf", "--prompt", PROMPT)
     assert code == 2

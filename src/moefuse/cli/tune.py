@@ -68,7 +68,7 @@ def tune(
     console = Console()
     # A pipe or a file has no width of its own, and a cut figure is worth nothing.
     console = console if console.is_terminal else Console(width=140)
-    console.print(_table(f"{shape.describe()}, {str(numbers).removeprefix('torch.')}, {tuned.card(card)}", findings))
+    _print(f"{shape.describe()}, {str(numbers).removeprefix('torch.')}, {tuned.card(card)}", findings, console)
     better = sum(tile is not None for tile in tiles.values())
     console.print(
         f"{better} of {len(tiles)} products have a faster tile; "
@@ -96,6 +96,20 @@ def _card(name: str | None) -> torch.device:
     if found.type != "cuda":
         options.stop("--device", f"tiles are searched on an NVIDIA GPU, got {found}")
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def _print(title: str, findings: list[bench_tune.Finding], console: Console) -> None:
+    """A table, or where it has no room a paragraph for each product."""
+    table = _table(title, findings)
+    if report.fits(table, console):
+        console.print(table)
+        return
+    console.print(title, markup=False, highlight=False)
+    for found in findings:
+        old, new = (report.duration(seconds) for seconds in (found.old_seconds, found.new_seconds))
+        best = f"best {_brief(found.new)} {new}, {found.gain:.2f}x" if found.new != found.old else "best is the same"
+        line = f"T={found.tokens} {found.product.split(' E=')[0]}: built-in {_brief(found.old)} {old}; {best}"
+        console.print(f"{line}; {found.tried} tried", markup=False, highlight=False)
 
 
 def _table(title: str, findings: list[bench_tune.Finding]) -> Table:
