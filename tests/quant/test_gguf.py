@@ -304,6 +304,9 @@ def test_mistakes_in_writing(tmp_path: Path) -> None:
         write(tmp_path / "a.gguf", named | {"k": {}}, {})
     with pytest.raises(TypeError, match=r"w must be a tensor of a type that GGUF has, got torch.complex64"):
         write(tmp_path / "a.gguf", named, {"w": torch.ones(2, dtype=torch.complex64)})
+    for metadata, made in ((named | {"k" * 257: 1}, {}), (named, {"ü" * 129: torch.ones(1)})):
+        with pytest.raises(ValueError, match="a name must have at most 256 bytes, got '"):
+            write(tmp_path / "a.gguf", metadata, made)
     with pytest.raises(ValueError, match=r"k must fit 64 bits, got 18446744073709551616"):
         write(tmp_path / "a.gguf", named | {"k": 2**64}, {})
     assert not list(tmp_path.iterdir())

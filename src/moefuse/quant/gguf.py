@@ -389,6 +389,9 @@ def write(
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"gguf.write: metadata must have general.architecture, got {architecture!r}")
+    for name in (*metadata, *tensors):
+        if len(name.encode()) > _MAX_NAME:
+            raise ValueError(f"gguf.write: a name must have at most {_MAX_NAME} bytes, got {brief(name)}")
     path = Path(path)
     # A folder of our own beside the target, so that no file or link that is there is written to.
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:64]}.", dir=path.parent) as folder:
