@@ -23,7 +23,7 @@ bench: $(VENV)/.ready
 	mkdir -p demo
 	$(BIN)/moefuse info
 	$(BIN)/moefuse check
-	$(BIN)/moefuse bench olmoe --tokens 1,8,64 --against hf-grouped,hf-eager --plot demo/bench.png --json demo/bench.json
+	$(BIN)/moefuse bench olmoe --tokens 1,8,64 --against hf-grouped,hf-eager --plot demo/bench.png --save demo/bench.json
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow"

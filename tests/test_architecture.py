@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "hf": {"nn", "ops", "quant", "types", "config"},
     "testing": {"nn", "ops", "backends", "quant", "types", "config"},
     "bench": {"hf", "nn", "ops", "backends", "quant", "types", "config", "testing"},
+    "__main__": {"cli"},
     "cli": {"bench", "hf", "nn", "ops", "backends", "quant", "types", "config", "testing"},
 }
 #: rooms above the public surface may use it

@@ -19,6 +19,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -28,9 +29,12 @@ def backend() -> str | None:
     return os.environ.get("MOEFUSE_BACKEND") or None
 
 
-def cpu_isa() -> str | None:
-    """The instruction set forced by the environment, if any."""
-    return os.environ.get("MOEFUSE_CPU_ISA") or None
+def cpu_isa(here: Sequence[str]) -> str:
+    """The instruction set to use of those that this machine has, the best of them first."""
+    forced = os.environ.get("MOEFUSE_CPU_ISA") or here[0]
+    if forced not in here:
+        raise ValueError(f"MOEFUSE_CPU_ISA must be one that this machine has ({', '.join(here)}), got {forced!r}")
+    return forced
 
 
 def cxx() -> str:

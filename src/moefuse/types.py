@@ -30,6 +30,23 @@ FLOAT32 = torch.finfo(torch.float32)
 _NORM_FLOOR = {"softmax": 2.0**-14, "sigmoid": 1e-20, "sqrtsoftplus": 1e-20}
 
 
+_DTYPES = {
+    torch.float32: ("float32", "f32", "fp32", "float"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float16: ("float16", "f16", "fp16", "half"),
+}
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The element type of a name, long or short, in either case; None where we compute in no such type.
+
+    >>> dtype_named("bf16"), dtype_named("torch.float32"), dtype_named("int8")
+    (torch.bfloat16, torch.float32, None)
+    """
+    plain = name.lower().removeprefix("torch.")
+    return next((dtype for dtype, names in _DTYPES.items() if plain in names), None)
+
+
 def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")

@@ -2,9 +2,11 @@
 
 import dataclasses
 import importlib
+import io
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -226,6 +229,17 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "INTERPRETED", False)
 
 
+def test_what_lies_beside_the_file_is_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    tuned.path().parent.mkdir(parents=True, exist_ok=True)
+    for name in (f"tiles.{os.getpid()}", "tiles.json"):
+        (tuned.path().parent / name).symlink_to(victim)
+    tuned.keep(CPU, {UP.name: BETTER})
+    assert victim.read_text() == "precious"
+    assert "moefuse tiles" in tuned.path().read_text()
+
+
 @pytest.mark.usefixtures("on_a_card")
 def test_what_was_kept_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.keep(CPU, {UP.name: BETTER})
@@ -317,6 +331,28 @@ def test_the_command_keeps_and_shows() -> None:
             assert tuned.tile_for(product, CPU).warps == 8
 
 
+@pytest.mark.usefixtures("pretended", "on_a_card")
+def test_a_narrow_terminal_gets_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(width=50, file=io.StringIO(), force_terminal=True, no_color=True)
+    monkeypatch.setattr(command, "Console", lambda **_: console)
+    code, output = invoke("--dtype", "fp32", "--dry-run")
+    assert code == 0, output
+    words = console.file.getvalue().split()
+    for word in ("warps=8", "us,", "1.33x;", "built-in"):
+        assert word in words
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_cache_that_cannot_be_is_refused_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOEFUSE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(search, "tune", lambda *_: pytest.fail("it was searched"))
+    code, output = invoke()
+    assert code == 2
+    assert "MOEFUSE_CACHE" in output
+    assert "cannot be made a folder: File exists" in output
+
+
 @pytest.mark.usefixtures("pretended")
 def test_a_dry_run_keeps_nothing() -> None:
     code, output = invoke("--dry-run", "--json", "--dtype", "float32")
@@ -340,7 +376,7 @@ def test_without_a_gpu_it_says_so() -> None:
     ("words", "message"),
     [
         (["--dtype", "int8"], "'int8' is not one of"),
-        (["--weights", "Q9"], "weights must be in"),
+        (["--weights", "Q9"], "format must be one of Q4_K"),
         (["--tokens", "0"], "positive whole numbers"),
     ],
 )

@@ -1,14 +1,17 @@
 """``moefuse bench`` as a user meets it."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
-from moefuse.bench import floor, machine, shapes
+from moefuse.bench import floor, machine, report, shapes
+from moefuse.bench.result import Result, Row
 from moefuse.cli.bench import bench
 
 SIZES = ["--experts", "8", "--hidden", "48", "--intermediate", "32", "--top-k", "2"]
@@ -35,7 +38,7 @@ def test_table_json_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    code, output = invoke(*SIZES, *QUICK, "--against", "hf-grouped", "--json", str(figures), "--plot", str(picture))
+    code, output = invoke(*SIZES, *QUICK, "--against", "hf-grouped", "--save", str(figures), "--plot", str(picture))
     assert code == 0, output
     for word in ("moefuse block", "moefuse experts", "moefuse route+plan", "hf-grouped", "floor", "GB/s"):
         assert word in output
@@ -58,7 +61,7 @@ def test_training(tmp_path: Path) -> None:
     """Forward and backward side by side; what is refused says why."""
     pytest.importorskip("transformers")
     figures = tmp_path / "bench.json"
-    code, output = invoke(*SIZES, *QUICK, "--training", "--against", "hf-grouped,hf-eager", "--json", str(figures))
+    code, output = invoke(*SIZES, *QUICK, "--training", "--against", "hf-grouped,hf-eager", "--save", str(figures))
     assert code == 0, output
     assert "moefuse training" in output
     rows = json.loads(figures.read_text())["rows"]
@@ -72,6 +75,40 @@ def test_training(tmp_path: Path) -> None:
     for more in (["--plot", str(tmp_path / "bench.png")], ["--case", "experts/few"]):
         code, output = invoke(*QUICK, "--training", *more)
         assert code == 2, output
+
+
+def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
+    """As in every other command: a flag, and plain data instead of the table. Names may be short and in any case."""
+    words = [*SIZES, *QUICK, "--dtype", "BF16", "--against", "none", "--json", "--save", str(tmp_path / "figures.json")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "figures.json").read_text())
+    assert json.loads(result.stdout)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_unit(width: int) -> None:
+    rows = [
+        Row(1, "moefuse", "block", "graph", 7.6e-3, times_floor=1.2, bytes_per_second=1e12, bandwidth_share=0.8,
+            error_rms=1e-3, launches=4, peak_bytes=10**8, faster_than={"hf-grouped": 2.5}),
+        Row(1, "hf-grouped", "experts", "graph", 1.9e-2, error_rms=1e-3),
+    ]  # fmt: skip
+    facts = {"device": "cuda", "processor": "a card", "threads": 1, "cores": 1}
+    console = Console(width=width, file=io.StringIO())
+    report.print_result(Result("a layer", "bfloat16", "triton", "", facts, rows), console)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    for whole in ("7.60 ms", "19.0 ms", "moefuse block", "hf-grouped"):
+        assert whole in shown
+    assert ("no room for: launches" in shown) == (width < 200)
+    assert max(map(len, shown.split("cuda: a card")[0].splitlines())) <= width
+
+
+def test_blocks_by_any_spelling() -> None:
+    sizes = ["--experts", "4", "--hidden", "256", "--intermediate", "256", "--top-k", "2"]
+    code, output = invoke(*sizes, *QUICK, "--against", "none", "--weights", "q4_k:exact,q6-k")
+    assert code == 0, output
+    assert "in Q4_K:exact/Q6_K" in output
 
 
 def test_a_case() -> None:
@@ -112,7 +149,8 @@ def test_unknown_names_list_the_valid_ones(words: list[str], named: tuple[str, .
         ([*SIZES, "--weights", "Q8_0,Q8_0,Q8_0"], "gate_up"),
         (["--case", "experts/few", "--weights", "Q8_0"], "not both"),
         (["--plot", "picture.pdf"], ".png"),
-        (["--json", "/nonesuch/figures.json"], "no folder"),
+        (["--save", "/nonesuch/figures.json"], "no folder"),
+        (["--device", "cpu:3"], "there is 1 of cpu"),
         (["--case", "experts/few", "--plot", "x.png"], "one size"),
         (["--case", "plan/usual", "--dtype", "float16"], "not for float16"),
         ([*SIZES, "--backend", "metal", "--device", "cpu"], "metal"),

@@ -14,9 +14,9 @@ from moefuse.testing.random_blocks import random_blocks
 E, H, I = 4, 256, 512
 
 
-def said(*arguments: str) -> tuple[int, str]:
+def said(*arguments: str, width: int = 200) -> tuple[int, str]:
     # Wide, so that a table is not folded into what a person reads and a test does not.
-    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["gguf", *arguments])
+    result = CliRunner(env={"COLUMNS": str(width), "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["gguf", *arguments])
     return result.exit_code, result.output
 
 
@@ -50,10 +50,19 @@ def test_table(path: Path) -> None:
     assert code == 0, text
     assert "deepseek2 a [red]small[/red] model" in text
     first, rest = (line for line in text.splitlines() if "Q5_K" in line)
-    assert [cell.strip() for cell in first.split("│")][1:8] == ["1", "4", "256", "512", "Q4_K", "Q5_K", ""]
-    assert "2-4" in rest
-    assert "Q6_K" in first
-    assert "top 2, sigmoid, 1 of 2 groups (top2_sum), renormalised, times 2.5" in rest
+    assert first.split() == ["1", "4", "256", "512", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "1.2", "5.75"]
+    assert rest.split()[0] == "2-4"
+    assert "router: top 2, sigmoid, 1 of 2 groups (top2_sum), renormalised, times 2.5" in text
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_no_word_is_broken(path: Path, width: int) -> None:
+    code, text = said(str(path), width=width)
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= width
+    words = set(text.replace(";", " ").split())
+    assert {"layers", "experts", "2-4", "256", "512", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "shared"} <= words
+    assert {"sigmoid,", "(top2_sum),", "renormalised,"} <= words
 
 
 def test_json(path: Path) -> None:

@@ -8,11 +8,18 @@ import torch
 from typer.testing import CliRunner
 
 from moefuse import backends
+from moefuse.backends.metal import launch
 from moefuse.cli import app
 from moefuse.ops import select
 from moefuse.testing import cases
+from moefuse.testing.msl import build
 
 FEW = tuple(case for case in cases.CASES if case.id in ("route/qwen3", "plan/usual", "experts/decode"))
+
+
+def plain(text: str) -> str:
+    """Out of its frame and its lines."""
+    return " ".join(text.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -90,6 +97,61 @@ def test_check_unknown_backend_lists_the_valid_ones(runner: CliRunner) -> None:
     result = runner.invoke(app, ["check", "--backend", "cudnn"])
     assert result.exit_code == 2
     assert "cpu, triton, metal, reference" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_check_follows_the_environment(runner: CliRunner, few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
+    select.forget()
+    report = json.loads(runner.invoke(app, ["check", "--json"]).stdout)
+    assert {row["backend"] for row in report["outcomes"]} == {"reference"}
+    monkeypatch.undo()
+    select.forget()
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="a Mac runs the kernels itself")
+@pytest.mark.usefixtures("few_cases")
+def test_check_on_the_simulator(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("compile_shader", "EMULATED"):  # put back at the end
+        monkeypatch.setattr(launch, name, getattr(launch, name))
+    monkeypatch.setattr(importlib.import_module("moefuse.cli.check"), "CASES", FEW[:1])
+    result = runner.invoke(app, ["check", "--backend", "metal", "--simulate", "--json"])
+    assert result.exit_code == 0, result.output
+    assert {row["backend"] for row in json.loads(result.stdout)["outcomes"]} == {"metal"}
+    monkeypatch.undo()
+    select.forget()
+
+
+def test_the_simulator_is_for_metal_and_needs_a_compiler(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = runner.invoke(app, ["check", "--backend", "cpu", "--simulate"])
+    assert result.exit_code == 2
+    assert "a simulator for metal alone" in plain(result.output)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.runtime.cache_clear()
+    build._toolchain.cache_clear()
+    result = runner.invoke(app, ["check", "--backend", "metal", "--simulate"])
+    assert result.exit_code == 2
+    assert "no-such-compiler is not there (set CXX)" in plain(result.output)
+    build._toolchain.cache_clear()
+
+
+@pytest.mark.parametrize("width", ["50", "80"])
+@pytest.mark.parametrize("command", [["info"], ["check", "--backend", "reference"]])
+@pytest.mark.usefixtures("few_cases")
+def test_no_name_is_broken(command: list[str], width: str) -> None:
+    result = CliRunner(env={"COLUMNS": width, "NO_COLOR": "1"}).invoke(app, command)
+    assert result.exit_code == 0, result.output
+    words = result.stdout.replace("│", " ").replace(",", " ").split()
+    for name in (
+        "reference",
+        "backend",
+        *(
+            ("metal", "triton", "combine_backward", "grouped_linear_transposed")
+            if command[0] == "info"
+            else ("experts", "bfloat16")
+        ),
+    ):
+        assert name in words
+    assert "…" not in result.stdout
 
 
 def test_check_backend_that_cannot_run_says_why(runner: CliRunner) -> None:

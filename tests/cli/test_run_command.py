@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from typer.testing import CliRunner
 
 from moefuse.cli import app
+from moefuse.cli.run import _draw_load
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(30))]
 SIZES = {
@@ -80,15 +81,83 @@ def test_stats_and_picture(model: Path, tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_picture_has_a_title_and_whole_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    for count in (2, 5, 60):
+        load = {f"model.layers.{i + 1}.mlp.experts": torch.arange(4) + i for i in range(count)}
+        _draw_load(load, tmp_path / "load.png", "a model, 7 tokens")
+        axes = drawn[-1].axes[0]
+        assert axes.get_title(loc="left") == "Load of the experts: a model, 7 tokens"
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert labels[0] == "1"
+        assert all(label.isdecimal() for label in labels)
+        assert len(labels) == len(set(labels)) <= 24
+        assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
 def test_one_token(model: Path) -> None:
     code, output = invoke(model, "--prompt", "w3", "--max-tokens", 1, "--compare")
     assert code == 0, output
+    assert "prefill 1 token at" in output
     assert "decode 0 tokens at 0.0/s" in output
+    code, output = invoke(model, "--prompt", "w3", "--max-tokens", 2, "--compare")
+    assert code == 0, output
+    assert "decode 1 token at" in output
 
 
 def test_bfloat16(model: Path) -> None:
     code, output = invoke(model, "--prompt", "w3 w4", "--max-tokens", 3, "--dtype", "bfloat16", "--threads", 1)
     assert code == 0, output
+
+
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("part", ["mlp.experts.down_proj", "self_attn.o_proj.weight"])
+def test_damaged_weights(model: Path, tmp_path: Path, compare: bool, part: str) -> None:
+    """A good header and weights that are not numbers: no text, no speed, but the place, and exit code 1."""
+    broken = Qwen3MoeForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.get_parameter(f"model.layers.1.{part}").fill_(torch.inf)
+    broken.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    more = ("--compare", "--against", "eager") if compare else ()
+    code, output = invoke(tmp_path, "--prompt", "w3 w4", "--max-tokens", 4, *more)
+    assert code == 1, output
+    assert f"moefuse: the logits are not finite: it began in model.layers.1.{part.split('.')[0]}" in output
+    assert "tokens at" not in output
+    assert "nan" not in output
+
+
+def test_names_in_short(model: Path) -> None:
+    code, output = invoke(model, "--prompt", "w3 w4", "--max-tokens", 2, "--dtype", "BF16")
+    assert code == 0, output
+
+
+def test_a_file_of_a_model(model: Path, tmp_path: Path) -> None:
+    code, output = invoke(model / "config.json", "--prompt", "w3")
+    assert code == 2
+    assert "config.json is one file of a model: give its directory" in output
+    (tmp_path / "notes.txt").write_text("hello")
+    code, output = invoke(tmp_path / "notes.txt", "--prompt", "w3")
+    assert code == 2
+    assert "is no model: give the directory of a transformers model or a GGUF file" in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+def test_a_device_that_is_not_here(model: Path) -> None:
+    for name, message in {
+        "cuda": "no cuda device here; there are: cpu",
+        "cuda:1": "no cuda device here",
+        "tpu": "'tpu' is not one of cpu, cuda, mps",
+        "cpu:x": "'cpu:x' is not a device",
+    }.items():
+        code, output = invoke(model, "--prompt", "w3", "--device", name)
+        assert code == 2, output
+        assert "Invalid value for --device" in output
+        assert message in output
 
 
 def test_wrong_path() -> None:
@@ -147,12 +216,12 @@ def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_mistaken_options(model: Path, tmp_path: Path) -> None:
     for args, message in (
-        (("--dtype", "int8"), "'int8' is not one of auto, bfloat16, float32, float16"),
+        (("--dtype", "int8"), "'int8' is not one of bfloat16, float32, float16"),
         (("--plot", tmp_path / "load.pdf"), "must end in .png"),
         (("--plot", tmp_path / "no" / "load.png"), "there is no folder"),
         (("--chat",), "no chat template; leave --chat out"),
         (("--parallel", "tensor"), "start with torchrun"),
-        (("--parallel", "pipeline"), "must be tensor or experts"),
+        (("--parallel", "foo"), "Invalid value for --parallel: 'foo' is not one of tensor, experts"),
         (("--parallel", "experts", "--stats"), "each rank sees its own experts only"),
     ):
         code, output = invoke(model, "--prompt", "w3", *args)

@@ -100,6 +100,14 @@ def test_experts_are_views_of_the_file(tmp_path: Path) -> None:
     assert moefuse.hf.supports(model)
 
 
+def test_types_by_name(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf")
+    for name, dtype in {"bf16": torch.bfloat16, "F32": torch.float32, "torch.float16": torch.float16}.items():
+        assert load(tmp_path / "model.gguf", dtype=name)[0].dtype == dtype
+    with pytest.raises(ValueError, match="dtype must be auto, float32, bfloat16 or float16, got int8"):
+        load(tmp_path / "model.gguf", dtype="int8")
+
+
 @pytest.mark.slow
 def test_compiles_whole(tmp_path: Path) -> None:
     make(KINDS["qwen2moe"], tmp_path / "model.gguf")

@@ -107,6 +107,21 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "fetch it again" in refusal(cut)
 
 
+@pytest.mark.parametrize("more", [(), ("--compare", "--against", "eager")])
+def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...]) -> None:
+    path = tmp_path / "model.gguf"
+    make(KINDS["olmoe"], path)
+    file = read(path)
+    stack = file["blk.1.ffn_down_exps.weight"]
+    stack.blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
+    write(path, file.metadata, dict(file))
+    code, output = invoke(path, "--prompt", PROMPT, "--max-tokens", 4, "--dtype", "fp32", *more)
+    assert code == 1, output
+    assert "moefuse: the logits are not finite: it began in model.layers.1.mlp.experts;" in output
+    assert "at 0.0/s" not in output
+    assert "nan" not in output
+
+
 def test_paths(tmp_path: Path) -> None:
     code, output = invoke(tmp_path / "no.gguf", "--prompt", PROMPT)
     assert code == 2
@@ -148,7 +163,7 @@ def test_what_a_file_may_lack_or_have_too_much(tmp_path: Path) -> None:
         ({"olmoe.block_count": None}, {}, "the file must give olmoe.block_count, got none"),
         ({"olmoe.expert_used_count": None}, {}, "must give expert_used_count"),
         ({"olmoe.expert_weights_scale": 2.0}, {}, "a router of olmoe must have scale 1.0, got 2.0"),
-        ({"olmoe.rope.scaling.type": "longrope"}, {}, "rope.scaling.type must be none, linear or yarn, got longrope"),
+        ({"olmoe.rope.scaling.type": "longrope"}, {}, "rope.scaling.type must be none, linear or yarn, got 'longrope'"),
         ({"tokenizer.ggml.tokens": None}, {}, "must hold a tokenizer (tokenizer.ggml.tokens), got none"),
         ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer.ggml.model must be gpt2, llama or gemma4, got 'bert'"),
         ({"tokenizer.ggml.pre": "strange"}, {}, "tokenizer.ggml.pre must be one of"),
@@ -161,9 +176,10 @@ def test_what_a_file_may_lack_or_have_too_much(tmp_path: Path) -> None:
         ({}, {"blk.1.ffn_wonder.weight": torch.zeros(3)}, "a place for every tensor, got blk.1.ffn_wonder.weight"),
         ({}, {"rope_freqs.weight": torch.ones(3)}, "rotary frequencies must follow from the metadata"),
         ({"olmoe.embedding_length": 200}, {}, "must have token_embd.weight [words, 200], got [320, 256]"),
-        ({"olmoe.block_count": 2**31}, {}, "block_count must be that of the tensors, 2, got 2147483648"),
-        ({"olmoe.attention.head_count": "four"}, {}, "the metadata of"),
-        ({"olmoe.attention.head_count": 2**31}, {}, "transformers takes no model with the metadata of"),
+        ({"olmoe.block_count": 2**31}, {}, "block_count must be that of the tensors, 2, and at most 512, got 21474"),
+        ({"olmoe.attention.head_count": "four"}, {}, "head_count must be a whole number from 1 to 1048576, got 'four'"),
+        ({"olmoe.attention.head_count": 2**31}, {}, "head_count must be a whole number from 1 to 1048576, got 2147483"),
+        ({"olmoe.attention.head_count": 0}, {}, "head_count must be a whole number from 1 to 1048576, got 0"),
         ({"olmoe.attention.head_count": [4, 2]}, {}, "transformers takes no model with the metadata of"),
     ):  # fmt: skip
         assert message in refusal(rewritten(path, metadata, tensors)), message

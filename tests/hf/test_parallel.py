@@ -79,7 +79,7 @@ def test_the_command_line_runs_split(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(tmp_path)
-    done = launch("-m", "moefuse.cli", "run", str(tmp_path), "--prompt", "w3 w4", "--parallel", "experts", "--compare")
+    done = launch("-m", "moefuse", "run", str(tmp_path), "--prompt", "w3 w4", "--parallel", "experts", "--compare")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("largest logit difference") == 1, "one rank speaks"
     assert float(done.stdout.split("largest logit difference ")[1].split(",")[0]) < 1e-3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import tiny_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import moefuse.hf
 from moefuse.hf import blocks, patch, unpatch
@@ -44,6 +44,12 @@ def test_report_counts_and_explains(fused_calls: list[str]) -> None:
     left = patch(tiny_model("phimoe"))
     assert not left.patched
     assert "PhimoeSparseMoeBlock: its router follows none of the known rules" in str(left)
+
+
+def test_a_dense_model_has_no_block_and_the_report_says_why() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    report = patch(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50)))
+    assert str(report) == "no block patched: the model has no experts that transformers' experts interface reaches"
 
 
 def test_left_alone_blocks_still_get_our_experts() -> None:

@@ -287,7 +287,7 @@ REFUSED = {
     "rank": (lambda m: m.add("ffn_down_exps.weight", H, I), r"must have shape \[8, 256, any\], got \[256, 256\]"),
     "some_bias": (lambda m: m.add("ffn_down_exps.bias", E, H), "must all have biases or none"),
     "gating": (lambda m: m.metadata.update({"qwen3moe.expert_gating_func": 9}), "must be one of 1, 2, 3, 4, got 9"),
-    "scale": (lambda m: m.metadata.update({"qwen3moe.expert_weights_scale": "x"}), "as a number, got 'x'"),
+    "scale": (lambda m: m.metadata.update({"qwen3moe.expert_weights_scale": "x"}), "as a finite number, got 'x'"),
     "top_k": (lambda m: m.metadata.update({"qwen3moe.expert_used_count": ["x"]}), r"as a whole number, got \['x'\]"),
     "no_top_k": (lambda m: m.metadata.pop("qwen3moe.expert_used_count"), "as a whole number, got None"),
     "latent": (lambda m: m.add("ffn_latent_down.weight", H, H), r"got blk\.2\.ffn_latent_down\.weight"),

@@ -80,6 +80,49 @@ def test_edges(name: str) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_magnitude_is_right_or_refused(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """From 1e-38 to 1e38, and beyond in float64: never a silent zero, nor anything else."""
+    base = torch.randn(8, 256, generator=rng, dtype=torch.float64)
+    levels = {"Q4_K": 15, "Q5_K": 31, "Q6_K": 32, "Q8_0": 127, "Q4_0": 8}[name]
+    step = (2.4 if name in ("Q4_K", "Q5_K") else 1.2) / levels  # where zero need not be in the middle
+    refused = []
+    for exponent in range(-45, 46):
+        x = (base * 10.0**exponent).to(dtype)
+        largest = x.double().abs().amax(-1, keepdim=True)
+        if exponent > 4:
+            try:
+                moefuse.quantize(x, name)
+            except ValueError:
+                refused.append(exponent)
+                with pytest.raises(ValueError, match=r"finite in float32|scales below 65504"):
+                    moefuse.quantize(x, name)
+                continue
+        got = moefuse.quantize(x, name).dequantize(torch.float64)
+        # A scale is a multiple of 2**-24, and half of one is lost where it is small.
+        assert ((got - x.double()).abs() <= step * largest + levels * 2.0**-24).all(), exponent
+    assert refused == list(range(refused[0], 46))
+    # Blocks of 256 multiply their factor by 6 or 8 bits more.
+    limit = {"Q4_K": 7, "Q5_K": 7, "Q6_K": 8, "Q8_0": 7, "Q4_0": 6}[name]
+    assert refused[0] in ((5,) if dtype == torch.float16 else (limit, limit + 1))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_small_numbers_use_the_sub_scales(name: str, rng: torch.Generator) -> None:
+    """1e-5 has a factor below the smallest of float16; integers of a coarser one still tell it."""
+    assert error(weights("normal", rng, 64) * 1e-5, name) < 0.25
+
+
+@pytest.mark.parametrize("name", [*ENCODE, "q4_k", "Q4-K", "q8_0"])
+@pytest.mark.parametrize("shape", [(0,), (0, 256), (3, 0), (2, 0, 256), (0, 2, 256), (2, 3, 0)])
+def test_empty_shapes(name: str, shape: tuple[int, ...]) -> None:
+    stack = moefuse.quantize(torch.zeros(shape), name)
+    assert stack.shape == shape
+    assert stack.format in ENCODE
+    assert stack.dequantize(torch.bfloat16).shape == shape
+
+
+@EACH
 def test_shapes_chunks_and_strides(name: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 512, 5, generator=rng).transpose(1, 2)
     whole = moefuse.quantize(x, name)
@@ -97,10 +140,29 @@ def test_shapes_chunks_and_strides(name: str, rng: torch.Generator, monkeypatch:
         (lambda: (torch.ones(300), "Q4_K"), ValueError, r"multiple of 256 for Q4_K, got shape \[300\]"),
         (lambda: (torch.ones(256, dtype=torch.int32), "Q4_K"), TypeError, r"floating-point tensor, got torch.int32"),
         (lambda: ([1.0], "Q4_K"), TypeError, r"floating-point tensor, got list"),
-        (lambda: (torch.full((256,), torch.nan), "Q6_K"), ValueError, r"must be finite, got NaN"),
+        (lambda: (torch.ones(256), 7), ValueError, r"quantize: format must be one of Q4_K.*got 7"),
         (lambda: (torch.full((256,), 1e9), "Q8_0"), ValueError, r"scales below 65504, got 7\.874"),
     ],
 )
 def test_mistakes(make, kind, message) -> None:
     with pytest.raises(kind, match=message):
         moefuse.quantize(*make())
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), torch.float32, "must be finite in float32, got NaN, infinity or beyond 3.4e38"),
+        (float("inf"), torch.bfloat16, "must be finite in float32"),
+        (float("-inf"), torch.float16, "must be finite in float32"),
+        (1e300, torch.float64, "must be finite in float32"),
+        (-3.4e38, torch.float32, "must leave scales below 65504, got"),
+        (1e30, torch.bfloat16, "must leave scales below 65504, got"),
+        (1e12, torch.float64, "must leave scales below 65504, got"),
+    ],
+)
+def test_what_cannot_be_encoded(name: str, value: float, dtype: torch.dtype, message: str) -> None:
+    for row in (torch.full((256,), value, dtype=dtype), torch.eye(256, dtype=torch.float64)[7].mul(value).to(dtype)):
+        with pytest.raises(ValueError, match=f"quantize: weight {message}"):
+            moefuse.quantize(row, name)

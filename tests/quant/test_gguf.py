@@ -206,10 +206,19 @@ DAMAGED = {
     "long_strings": (header([key("k", 9, struct.pack("<IQ", 8, HUGE))]), "the length of 'k' must fit the file"),
     "bad_element": (header([key("k", 9, struct.pack("<IQ", 13, 1))]), "the type of 'k' must be from 0 to 12, got 13"),
     "deep": (header([key("k", 9, struct.pack("<IQ", 9, 1) * 50)]), "nested at most 4 deep"),
+    "wide": (header([key("k", 9, struct.pack("<IQ", 9, 2 * 10**5) + struct.pack("<IQ", 4, 0) * 2 * 10**5)]), "memory"),
+    "deep_and_wide": (
+        header([key("k", 9, struct.pack("<IQIQ", 9, 1, 9, 2 * 10**5) + struct.pack("<IQ", 8, 0) * 2 * 10**5)]),
+        "the header must take at most 67108864 bytes of memory beyond its own, got more at 'k'",
+    ),
+    "name": (header([key("n" * 300, 7, b"\1")]), "the name of key 0 at byte 24 must have at most 256 bytes, got 300"),
+    "tensor_name": (header(infos=[info("n" * 300)]), "the name of tensor 0 .* at most 256 bytes, got 300"),
+    "text": (header([key("k", 8, text("x" * (2**24 + 1)))]), "'k' at byte .* at most 16777216 bytes, got 16777217"),
     "twice": (header([key("k", 7, b"\1")] * 2), "keys must differ, got 'k' twice"),
     "alignment": (header([key("general.alignment", 4, struct.pack("<I", 24))]), "power of two, got 24"),
     "alignment_zero": (header([key("general.alignment", 4, bytes(4))]), "power of two, got 0"),
-    "alignment_name": (header([key("general.alignment", 8, text("x"))]), "power of two, got 'x'"),
+    "alignment_name": (header([key("general.alignment", 8, text("x" * 999))]), "power of two, got 'xxx"),
+    "split": (header([key("split.count", 8, text("x" * 10**6))]), "must be a number of files, got 'xxx"),
     "rank": (header(infos=[info(dims=(1,) * 5)]), "the rank of 'w' must be at most 4, got 5"),
     "type": (header(infos=[info(kind=99)]), "must be one that ggml has, got 99"),
     "dims": (header(infos=[info(dims=(HUGE, HUGE, HUGE))]), "must be positive and fit the file"),
@@ -230,8 +239,39 @@ DAMAGED = {
 def test_a_damaged_file_is_a_clear_error(what: str, tmp_path: Path) -> None:
     content, message = DAMAGED[what]
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=f"gguf: a.gguf: .*{message}"):
+    with pytest.raises(ValueError, match=f"gguf: a.gguf: .*{message}") as refused:
         read(tmp_path / "a.gguf")
+    assert len(str(refused.value)) < 400
+
+
+def test_an_architecture_is_a_short_name(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(header([key("general.architecture", 8, text("x" * 10**6))]))
+    with pytest.raises(ValueError, match="architecture must be a name, got 'xxx") as refused:
+        read(tmp_path / "a.gguf").architecture  # noqa: B018
+    assert len(str(refused.value)) < 400
+
+
+def test_long_strings_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    """One letter beyond 16 bits makes each letter of its string four bytes; two such strings are too much."""
+    long = text("x" * (2**24 - 4)).replace(b"x" * 4, "🙂".encode(), 1)
+    (tmp_path / "a.gguf").write_bytes(header([key("k", 8, long)]))
+    assert len(read(tmp_path / "a.gguf").metadata["k"]) == 2**24 - 7
+    (tmp_path / "a.gguf").write_bytes(header([key("k", 8, long), key("l", 8, long)]))
+    with pytest.raises(ValueError, match="got more at 'l'"):
+        read(tmp_path / "a.gguf")
+
+
+def test_what_lies_beside_is_not_written_to(tmp_path: Path) -> None:
+    """A planted link where a temporary file may be expected, and one in the place of the target."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "a.gguf.partial").symlink_to(victim)
+    (tmp_path / "a.gguf").symlink_to(victim)
+    write(tmp_path / "a.gguf", METADATA, {"w": torch.ones(2)})
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "a.gguf").is_symlink()
+    assert read(tmp_path / "a.gguf")["w"].tolist() == [1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "a.gguf.partial", "victim"]
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -264,6 +304,11 @@ def test_mistakes_in_writing(tmp_path: Path) -> None:
         write(tmp_path / "a.gguf", named | {"k": {}}, {})
     with pytest.raises(TypeError, match=r"w must be a tensor of a type that GGUF has, got torch.complex64"):
         write(tmp_path / "a.gguf", named, {"w": torch.ones(2, dtype=torch.complex64)})
+    for metadata, made in ((named | {"k" * 257: 1}, {}), (named, {"ü" * 129: torch.ones(1)})):
+        with pytest.raises(ValueError, match="a name must have at most 256 bytes, got '"):
+            write(tmp_path / "a.gguf", metadata, made)
+    with pytest.raises(ValueError, match=r"k must fit 64 bits, got 18446744073709551616"):
+        write(tmp_path / "a.gguf", named | {"k": 2**64}, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -6,17 +6,19 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from moefuse.bench.result import FLOOR, OURS, Result, Row
 
 FORMAT = 1
+#: columns that a narrow terminal does without, the first to go first
+_DISPENSABLE = ("launches", "peak\nMB", "of\nread", "error", "GB/s", "x\nfloor", "mode")
 
 
 def duration(seconds: float) -> str:
@@ -30,9 +32,10 @@ def duration(seconds: float) -> str:
     return f"{value:.{max(0, 2 - int(math.log10(max(value, 1.0))))}f} {unit}"
 
 
-def table(result: Result) -> Table:
+def table(result: Result, leave_out: Collection[str] = ()) -> Table:
     """One section per token count. Columns that nothing fills are left out."""
-    rows, columns = result.rows, _columns(result)
+    rows = result.rows
+    columns = {heading: write for heading, write in _columns(result).items() if heading not in leave_out}
     shown = Table(
         title=f"{result.title}, {result.dtype}", title_justify="left", title_style="bold",
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
@@ -95,9 +98,20 @@ def _number(value: float | None, form: str, suffix: str = "") -> str:
     return "" if value is None else f"{value:{form}}{suffix}"
 
 
+def fits(shown: Table, console: Console) -> bool:
+    """Whether a table has room with no word broken and none cut."""
+    free = console.options.update(width=1000, max_width=1000)
+    return Measurement.get(console, free, shown).maximum <= console.width
+
+
 def print_result(result: Result, console: Console) -> None:
-    """The table, and under it what a reader must know to believe it."""
-    console.print(table(result))
+    """The table, and under it what a reader must know to believe it; a narrow terminal gets fewer columns."""
+    counts = range(len(_DISPENSABLE) + 1)
+    left_out = next((n for n in counts if fits(table(result, _DISPENSABLE[:n]), console)), counts[-1])
+    console.print(table(result, _DISPENSABLE[:left_out]))
+    missing = [heading.replace("\n", " ") for heading in _DISPENSABLE[:left_out] if heading in _columns(result)]
+    if missing:
+        console.print(f"no room for: {', '.join(missing)}", highlight=False)
     for line in _lines(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -139,8 +153,8 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(result: Result, path: Path) -> None:
-    path.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
+def as_text(result: Result) -> str:
+    return json.dumps(as_json(result), indent=2)
 
 
 def plot_unavailable() -> str | None:

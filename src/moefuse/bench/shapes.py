@@ -5,14 +5,13 @@ Only the routed experts count: a shared expert or a dense MLP beside them is wor
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moefuse.quant.formats import FORMATS, format_of
-from moefuse.quant.tensor import format_in
+from moefuse.quant.formats import format_of, plain_name
+from moefuse.quant.tensor import format_in, spec_of
 from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 
 
@@ -51,13 +50,11 @@ class Shape:
             raise ValueError(f"top_k must be at most {min(self.experts, MAX_TOP_K)}, got {self.top_k}")
         Activation(self.activation)
         for spec, columns in zip(self.weights or (), (self.hidden, self.intermediate), strict=False):
-            if format_in(spec) not in FORMATS:
-                raise ValueError(f"weights must be in {', '.join(FORMATS)}, got {spec!r}")
             format_of(format_in(spec)).row_bytes(columns)
 
     def in_blocks(self, gate_up: str, down: str) -> Shape:
         """The same layer with its experts in these block formats."""
-        return replace(self, weights=(gate_up, down))
+        return replace(self, weights=(spec_of(gate_up), spec_of(down)))
 
     @property
     def routing(self) -> Routing:
@@ -116,10 +113,7 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Shape:
     """The shape of a model, however its name is spelled: case, dots, dashes and underscores do not matter."""
 
-    def plain(text: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", text.lower())
-
     for shape in SHAPES:
-        if plain(shape.name) == plain(name):
+        if plain_name(shape.name) == plain_name(name):
             return shape
     raise KeyError(name)

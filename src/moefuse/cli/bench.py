@@ -52,7 +52,10 @@ def bench(
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds per token count, instead of a budget.")] = None,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per token count; at least 5 rounds.")] = 5.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures, the machine and the command here.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures, the machine and the command as plain data.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write that plain data into this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this .png.")] = None,
 ) -> None:
     """Time a mixture-of-experts layer: ours, the peers, and the least the machine allows.
@@ -61,7 +64,7 @@ def bench(
     """
     sizes = (experts, hidden, intermediate, top_k)
     settings = Options(
-        dtype=options.DTYPES[options.known("--dtype", dtype, options.DTYPES)],
+        dtype=options.dtype(dtype),
         device=options.device(device),
         backend=backend if backend is None else options.known("--backend", backend, backends.names()),
         repeat=repeat,
@@ -69,7 +72,7 @@ def bench(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         training=training,
     )
-    _refuse_output(json, plot, case)
+    _refuse_output(save, plot, case)
     if training and plot is not None:
         options.stop("--plot", "it draws the forward alone; leave out --training")
     if training and weights is not None:
@@ -96,17 +99,22 @@ def bench(
             options.stop("MODEL", refusal)
         result = _run(lambda tick: bench_shape(shape, counts, rivals, settings, tick))
     result.notes += [note for note in (capped, busy) if note is not None]
-    console = Console()
-    # A pipe or a file has no width of its own, and a cut figure is worth nothing.
-    report.print_result(result, console if console.is_terminal else Console(width=120))
-    if json is not None:
-        report.write_json(result, json)
-        print(f"figures: {json}")
+    if as_json:
+        typer.echo(report.as_text(result))
+    else:
+        console = Console()
+        # A pipe or a file has no width of its own.
+        report.print_result(result, console if console.is_terminal else Console(width=120))
+    if save is not None:
+        save.write_text(report.as_text(result) + "\n", encoding="utf-8")
     if plot is not None:
         from moefuse.bench.plot import write_plot
 
         write_plot(result, plot)
-        print(f"picture: {plot}")
+    if not as_json:
+        for what, path in (("figures", save), ("picture", plot)):
+            if path is not None:
+                typer.echo(f"{what}: {path}")
     if result.ours_failed:
         raise typer.Exit(1)
 
@@ -116,9 +124,9 @@ def _peers(text: str) -> list[str]:
     return [] if asked == ["none"] else [options.known("--against", name, peers.names()) for name in asked]
 
 
-def _refuse_output(json: Path | None, plot: Path | None, case: str | None) -> None:
+def _refuse_output(save: Path | None, plot: Path | None, case: str | None) -> None:
     """Say what cannot be written before minutes are spent measuring it."""
-    for hint, path in (("--json", json), ("--plot", plot)):
+    for hint, path in (("--save", save), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             options.stop(hint, f"there is no folder {path.parent} to write {path.name} into")
     if plot is None:

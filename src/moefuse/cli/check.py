@@ -7,34 +7,52 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from moefuse import backends, config
+from moefuse.cli import options
 from moefuse.cli.info import versions
 from moefuse.testing.cases import CASES, Outcome, runnable, sweep
 
 
 def _targets(backend: str | None) -> list[tuple[str, str]]:
     """The backends to check, or a usage error that says what there is."""
+    hint, backend = ("--backend", backend) if backend is not None else ("MOEFUSE_BACKEND", config.backend())
     here = runnable(emulated=backend is not None)
     if backend is None:
         return here
-    if backend not in backends.names():
-        raise typer.BadParameter(f"{backend!r} is not one of {', '.join(backends.names())}", param_hint="--backend")
+    options.known(hint, backend, backends.names())
     found = [target for target in here if target[0] == backend]
     if not found:
         row = next(row for row in backends.BACKENDS if row.name == backend)
         reason = row.missing() or f"it runs on {', '.join(row.devices)} tensors, and this machine has no such device"
-        raise typer.BadParameter(f"{backend} cannot run here: {reason}", param_hint="--backend")
+        options.stop(hint, f"{backend} cannot run here: {reason}")
     return found
 
 
+def _simulate(backend: str | None) -> str:
+    """Put the simulator under the Metal backend, or stop with what it lacks."""
+    if backend not in (None, "metal"):
+        options.stop("--simulate", f"there is a simulator for metal alone, got --backend {backend}")
+    from moefuse.testing import msl
+    from moefuse.testing.msl import build
+
+    try:
+        build.runtime()
+    except (msl.CompileError, OSError) as error:
+        options.stop("--simulate", str(error))
+    msl.install()
+    return "metal"
+
+
 def _summary(outcomes: list[Outcome]) -> Table:
-    table = Table(title="Cases passed, and the largest error relative to its row", title_justify="left")
+    table = Table(title="Cases passed, and the largest error relative to its row", title_justify="left",
+                  box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for column in ("backend", "op", "float32", "bfloat16", "float16"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column in ("backend", "op"), min_width=len(column))
     rows: dict[tuple[str, str], dict[torch.dtype, list[Outcome]]] = {}
     for outcome in outcomes:
         rows.setdefault((outcome.backend, outcome.case.op), {}).setdefault(outcome.dtype, []).append(outcome)
@@ -64,12 +82,16 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 def check(
     backend: Annotated[str | None, typer.Option(help="Check one backend; default: all that run here.")] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Run the Metal kernels in the simulator: no Mac is needed, a C++ compiler is."),
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; default: a fresh one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
 ) -> None:
     """Run every case on this machine and compare it with float64; exit 1 when one fails."""
     config.cap_onednn()
-    targets = _targets(backend)
+    targets = _targets(_simulate(backend) if simulate else backend)
     seed = torch.seed() % 2**31 if seed is None else seed
     calls = list(sweep(CASES, targets, seed))
     outcomes: list[Outcome] = []

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moefuse.bench.report import fits
 from moefuse.nn.from_gguf import FAMILIES, expert_layers, read_rule
 from moefuse.quant.gguf import GGUFFile, read
 
@@ -48,7 +50,7 @@ def facts(file: GGUFFile) -> dict[str, Any]:
     name = file.metadata.get("general.name")
     return {
         "path": str(file.path),
-        "name": name if isinstance(name, str) else None,
+        "name": name[:200] if isinstance(name, str) else None,
         "architecture": file.architecture,
         "known": family is not None,
         "activation": None if family is None else dataclasses.asdict(family.activation),
@@ -88,16 +90,40 @@ def _show(known: dict[str, Any], console: Console) -> None:
     groups = _groups(known["layers"])
     for reason in dict.fromkeys(row["refused"] for _, row in groups if "refused" in row):
         console.print(f"[yellow]MoE.from_gguf does not take this file:[/] {escape(reason)}")
-    table = Table(title="Experts", title_justify="left")
-    for column in ("layers", "experts", "H", "I", *_PARTS, "shared", "MiB each", "bits", "router"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("MiB each", "bits") else "left")
+    rows = [_row(layers, row) for layers, row in groups]
+    filled = [name for name in rows[0] if any(row[name] for row in rows)]
+    table = Table(title="Experts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in filled:
+        table.add_column(name, no_wrap=True, justify="right" if name in ("MiB each", "bits") else "left")
+    for cells in rows:
+        table.add_row(*(escape(cells[name]) for name in filled))
+    if fits(table, console):
+        console.print(table)
+    else:
+        for cells in rows:
+            line = "; ".join(f"{name} {cells[name]}" for name in filled if cells[name])
+            console.print(line, markup=False, highlight=False)
+    rules: dict[str, list[str]] = {}
     for layers, row in groups:
-        shared = ", ".join(dict.fromkeys(row.get("shared_types", {}).values()))
-        sizes = (str(row.get(name, "?")) for name in ("experts", "hidden", "intermediate"))
-        bits = f"{8 * row['bytes'] / row['weights']:.2f}" if row["weights"] else ""
-        types = (row["types"].get(part, "") for part in _PARTS)
-        table.add_row(layers, *sizes, *types, shared, f"{row['bytes'] / 2**20:.1f}", bits, _rule(row["routing"]))
-    console.print(table)
+        if row["routing"] is not None:
+            rules.setdefault(_rule(row["routing"]), []).append(layers)
+    for rule, these in rules.items():
+        where = "" if len(rules) == 1 else f" of layers {', '.join(these)}"
+        console.print(f"router{where}: {rule}", markup=False, highlight=False)
+
+
+def _row(layers: str, row: dict[str, Any]) -> dict[str, str]:
+    """Heading to cell."""
+    return {
+        "layers": layers,
+        "experts": str(row.get("experts", "?")),
+        "H": str(row.get("hidden", "?")),
+        "I": str(row.get("intermediate", "?")),
+        **{part: row["types"].get(part, "") for part in _PARTS},
+        "shared": ", ".join(dict.fromkeys(row.get("shared_types", {}).values())),
+        "MiB each": f"{row['bytes'] / 2**20:.1f}",
+        "bits": f"{8 * row['bytes'] / row['weights']:.2f}" if row["weights"] else "",
+    }
 
 
 def gguf(

@@ -45,9 +45,13 @@ def _backends() -> list[dict[str, Any]]:
 
 def _choices(device: str) -> dict[str, Any]:
     """For each op on bfloat16 tensors of a device: the backend, and what was said of the others."""
-    found = {}
+    found: dict[str, Any] = {}
     for op in sorted(REFERENCES):
-        selection = resolve(op, device, torch.bfloat16)
+        try:
+            selection = resolve(op, device, torch.bfloat16)
+        except ValueError as error:  # MOEFUSE_BACKEND asks for what cannot run there
+            found[op] = {"backend": None, "decisions": [], "refused": str(error)}
+            continue
         decisions = [dataclasses.asdict(decision) for decision in selection.decisions]
         found[op] = {"backend": selection.backend, "decisions": decisions}
     return found
@@ -79,8 +83,8 @@ def _show(known: dict[str, Any], console: Console) -> None:
         console.print(f"MOEFUSE_BACKEND={known['forced_backend']}")
 
     table = Table(title="Backends", title_justify="left")
-    for column in ("backend", "devices", "runs here", "details"):
-        table.add_column(column, overflow="fold")
+    for column in ("backend", "devices", "runs", "details"):
+        table.add_column(column, overflow="fold", no_wrap=column != "details")
     for row in known["backends"]:
         details = "; ".join(f"{name}: {_plain(value)}" for name, value in row["details"].items())
         mark = "[green]yes[/]" if row["runs"] else "[yellow]no[/]"
@@ -90,11 +94,13 @@ def _show(known: dict[str, Any], console: Console) -> None:
     for device, ops in known["chosen"].items():
         table = Table(title=f"Chosen for bfloat16 tensors on {device}", title_justify="left")
         for column in ("backend", "ops", "why not the others"):
-            table.add_column(column, overflow="fold")
+            longest = 1 + max(map(len, ops)) if column == "ops" else None
+            table.add_column(column, overflow="fold", no_wrap=column == "backend", min_width=longest)
         groups: dict[tuple[str, str], list[str]] = {}
         for op, choice in ops.items():
             rejected = "; ".join(f"{d['backend']}: {d['reason']}" for d in choice["decisions"] if not d["accepted"])
-            groups.setdefault((choice["backend"], rejected.replace(f" for {op}", "")), []).append(op)
+            rejected = choice.get("refused", rejected).removeprefix(f"{op}: ")
+            groups.setdefault((choice["backend"] or "none", rejected.replace(f" for {op}", "")), []).append(op)
         for (backend, rejected), names in groups.items():
             table.add_row(backend, ", ".join(names), rejected or "it is the first that fits")
         console.print(table)

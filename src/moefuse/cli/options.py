@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moefuse import backends, config
 from moefuse.bench import shapes
+from moefuse.types import dtype_named
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_MODEL = "qwen3-30b-a3b"
 
 
@@ -27,6 +29,24 @@ def known(hint: str, name: str, valid: Iterable[str]) -> str:
     return name
 
 
+def environment() -> None:
+    """Stop where a variable asks for what there is not."""
+    forced = config.backend()
+    if forced is not None:
+        known("MOEFUSE_BACKEND", forced, backends.names())
+    try:
+        next(row for row in backends.BACKENDS if row.name == "cpu").missing()
+    except ValueError as error:
+        stop("MOEFUSE_CPU_ISA", str(error))
+
+
+def dtype(name: str) -> torch.dtype:
+    found = dtype_named(name)
+    if found is None:
+        stop("--dtype", f"{name!r} is not one of {', '.join(DTYPES)}")
+    return found
+
+
 def device(name: str | None) -> torch.device:
     found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name is None:
@@ -36,9 +56,13 @@ def device(name: str | None) -> torch.device:
     if not found[kind]:
         stop("--device", f"no {kind} device here; there are: {', '.join(k for k, here in found.items() if here)}")
     try:
-        return torch.device(name)
+        chosen = torch.device(name)
     except RuntimeError:
         stop("--device", f"{name!r} is not a device")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if chosen.index is not None and chosen.index >= count:
+        stop("--device", f"there {'is 1' if count == 1 else f'are {count}'} of {kind}, counted from 0, got {name}")
+    return chosen
 
 
 def tokens(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,8 +14,9 @@ from rich.text import Text
 from torch import Tensor
 
 from moefuse import config
+from moefuse.cli import options
+from moefuse.ops.select import resolve
 
-_DTYPES = ("auto", "bfloat16", "float32", "float16")
 _SHADES = " ░▒▓█"
 #: the model in the box, which an install may lack, and what it continues
 _BOX = Path(__file__).parents[1] / "box" / "box.gguf"
@@ -32,7 +34,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
     dtype: Annotated[
-        str, typer.Option(help=f"{', '.join(_DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
+        str, typer.Option(help=f"auto, {', '.join(options.DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
     ] = "auto",
     exact: Annotated[bool, typer.Option(help="GGUF: do not round activations to 8 bits; slower.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
@@ -46,23 +48,26 @@ def run(
     ] = None,
 ) -> None:
     """Continue a prompt with a mixture-of-experts model on moefuse, and say how fast."""
-    if dtype not in _DTYPES:
-        _stop("--dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
+    numbers = "auto" if dtype == "auto" else options.dtype(dtype)
     if model is None:
         model, prompt = _box(), _BOX_PROMPT if prompt is None else prompt
     elif prompt is None:
         _stop("--prompt", "give the text to continue")
     if plot is not None:
         _refuse_plot(plot)
-    if parallel == "experts" and (stats or plot is not None):
-        _stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if parallel is not None:
+        _refuse_parallel(model, parallel, stats or plot is not None)
+    target = options.device(device)
+    try:
+        resolve("experts", target.type, torch.bfloat16)
+    except ValueError as error:
+        _stop("MOEFUSE_BACKEND", str(error))
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     if target.type == "cpu":
         config.cap_onednn()
     if threads is not None:
         torch.set_num_threads(threads)
-    network, tokenizer = _load(model, dtype, target, parallel, exact)
+    network, tokenizer = _load(model, numbers, target, parallel, exact)
     if compare:
         _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
@@ -70,7 +75,7 @@ def run(
     if model == str(_BOX):
         console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
     sampling = (temperature, seed)
-    _run(console, network, tokenizer, tokens, max_tokens, sampling, against if compare else None, stats, plot)
+    _run(console, network, tokenizer, tokens, max_tokens, sampling, against if compare else None, stats, plot, model)
     if parallel is not None:
         torch.distributed.destroy_process_group()
 
@@ -85,16 +90,17 @@ def _run(
     against: str | None,
     stats: bool,
     plot: Path | None,
+    title: str,
 ) -> None:
     from moefuse import hf
-    from moefuse.hf.text import Generation, expert_load, generate
+    from moefuse.hf.text import Generation, NotFinite, expert_load, generate, refuse_not_finite
 
     def show(text: str) -> None:
         console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
     def rates(name: str, done: Generation) -> None:
-        prefill = f"prefill {done.prompt_tokens} tokens at {done.prefill_rate:.1f}/s"
-        decode = f"decode {done.decode_tokens} tokens at {done.decode_rate:.1f}/s"
+        prefill = f"prefill {_tokens_of(done.prompt_tokens)} at {done.prefill_rate:.1f}/s"
+        decode = f"decode {_tokens_of(done.decode_tokens)} at {done.decode_rate:.1f}/s"
         console.print(f"{name}: {prefill}, {decode}", highlight=False)
 
     def warm_up() -> None:
@@ -103,9 +109,24 @@ def _run(
             with torch.no_grad():
                 model(input_ids=prompt)
 
+    def written(name: str, show: Callable[[str], None], to_the_end: bool) -> Generation:
+        try:
+            return generate(model, tokenizer, prompt, max_tokens, show, *sampling, to_the_end=to_the_end)
+        except NotFinite as error:
+            _give_up(name, error)
+
+    def logits_of(name: str, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=tokens).logits.float()
+        try:
+            refuse_not_finite(model, tokens, logits)
+        except NotFinite as error:
+            _give_up(name, error)
+        return logits
+
     report = hf.patch(model)
     warm_up()
-    ours = generate(model, tokenizer, prompt, max_tokens, show, *sampling, to_the_end=against is not None)
+    ours = written("moefuse", show, against is not None)
     console.print()
     rates("moefuse", ours)
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
@@ -114,23 +135,43 @@ def _run(
         if stats:
             _print_load(console, load)
         if plot is not None and not console.quiet:
-            _draw_load(load, plot)
+            _draw_load(load, plot, f"{Path(title).name}, {_tokens_of(ours.tokens.shape[1])}")
             console.print(f"picture: {plot}", highlight=False)
     if against is not None:
-        with torch.no_grad():
-            logits = model(input_ids=ours.tokens).logits.float()
-            hf.unpatch(model)
-            hf.dequantize(model)
-            _use(model, against)
-            stock_logits = model(input_ids=ours.tokens).logits.float()
+        logits = logits_of("moefuse", ours.tokens)
+        hf.unpatch(model)
+        hf.dequantize(model)
+        _use(model, against)
+        stock_logits = logits_of(against, ours.tokens)
         warm_up()
-        stock = generate(model, tokenizer, prompt, max_tokens, lambda _: None, *sampling, to_the_end=True)
+        stock = written(against, lambda _: None, True)
         rates(against, stock)
         largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
         decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
         console.print(f"largest logit difference {largest:.2e}, of logits up to {size:.1f}", highlight=False)
         console.print(f"speed against {against}: prefill {ours.prefill_rate / stock.prefill_rate:.2f}x{decode}",
                       highlight=False)  # fmt: skip
+
+
+def _tokens_of(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
+def _give_up(name: str, error: Exception) -> NoReturn:
+    """The answer is none: say why, and fail."""
+    said = f"{name}: {error}; the weights of the model are damaged, or {name} computes them wrong"
+    Console(stderr=True).print(f"\n{said}", markup=False, highlight=False, style="red", soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def _refuse_parallel(model: str, parallel: str, shows_load: bool) -> None:
+    options.known("--parallel", parallel, ("tensor", "experts"))
+    if model.endswith(".gguf"):
+        _stop("--parallel", "a GGUF file is not split over ranks: give the directory of a transformers model")
+    if parallel == "experts" and shows_load:
+        _stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
+    if not torch.distributed.is_torchelastic_launched():
+        _stop("--parallel", "it needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse run ...")
 
 
 def _stop(hint: str, message: str) -> NoReturn:
@@ -143,7 +184,9 @@ def _box() -> str:
     return str(_BOX)
 
 
-def _load(path: str, dtype: str, device: torch.device, parallel: str | None, exact: bool) -> tuple[Any, Any]:
+def _load(
+    path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
+) -> tuple[Any, Any]:
     try:
         from moefuse import hf
         from moefuse.hf.load import load
@@ -222,11 +265,13 @@ def _refuse_plot(plot: Path) -> None:
 def _print_load(console: Console, load: dict[str, Tensor]) -> None:
     """One row per layer, one cell per expert or per few of them, dark where the load is high."""
     console.print("\nload of the experts: blank is unused, full is twice the even share or more")
+    label = 24 if console.width >= 72 else 10
     for path, counts in load.items():
         even = counts.sum() / len(counts)
-        room = max(console.width - 44, 16)
+        room = max(console.width - label - 24, 16)
         cells = [part.max() for part in counts.tensor_split(min(len(counts), room))]
-        row = Text(path.removesuffix(".experts")[-24:].rjust(24) + " ")
+        name = path.removesuffix(".experts") if label > 10 else f"layer {_layer_of(path)}"
+        row = Text(name[-label:].rjust(label) + " ")
         for cell in cells:
             share = min(float(cell / (2 * even)), 1.0)
             shade = _SHADES[0 if cell == 0 else min(1 + int(share * 4), 4)]
@@ -235,11 +280,17 @@ def _print_load(console: Console, load: dict[str, Tensor]) -> None:
         console.print(row, highlight=False, soft_wrap=True)
 
 
-def _draw_load(load: dict[str, Tensor], path: Path) -> None:
+def _layer_of(path: str) -> str:
+    """The number of a layer in a module's path, or the path where it has none."""
+    return next((part for part in path.split(".") if part.isdecimal()), path)
+
+
+def _draw_load(load: dict[str, Tensor], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     widest = max(len(counts) for counts in load.values())
     shares = torch.full((len(load), widest), float("nan"))
@@ -248,7 +299,12 @@ def _draw_load(load: dict[str, Tensor], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.18 * len(load)), layout="constrained")
     picture = axes.imshow(shares.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
     figure.colorbar(picture, label="load, in even shares")
+    axes.set_title(f"Load of the experts: {title}", fontsize=10, loc="left")
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
+    layers = [_layer_of(path) for path in load]
+    rows = range(0, len(layers), -(-len(layers) // 24))
+    axes.set_yticks(rows, [layers[row] for row in rows])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

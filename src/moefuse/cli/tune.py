@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -44,7 +46,7 @@ def tune(
     this shape on this card and version of Triton.
     """
     card = _card(device)
-    numbers = options.DTYPES[options.known("--dtype", dtype, options.DTYPES)]
+    numbers = options.dtype(dtype)
     shape = options.in_blocks(options.shape(model, (experts, hidden, intermediate, top_k)), weights)
     counts = options.tokens(tokens)
     refusal = inputs.fits(shape, numbers, card)
@@ -52,6 +54,8 @@ def tune(
         options.stop("MODEL", refusal)
     from moefuse.backends.triton import tuned
 
+    if not dry_run:
+        _refuse_cache(tuned.path().parent)
     with options.progress() as tick:
         findings, tiles = bench_tune.tune(shape, counts, numbers, card, 60 * minutes, tick)
     if not dry_run:
@@ -64,12 +68,22 @@ def tune(
     console = Console()
     # A pipe or a file has no width of its own, and a cut figure is worth nothing.
     console = console if console.is_terminal else Console(width=140)
-    console.print(_table(f"{shape.describe()}, {dtype}, {tuned.card(card)}", findings))
+    _print(f"{shape.describe()}, {str(numbers).removeprefix('torch.')}, {tuned.card(card)}", findings, console)
     better = sum(tile is not None for tile in tiles.values())
     console.print(
         f"{better} of {len(tiles)} products have a faster tile; "
         + ("nothing was kept (--dry-run)" if dry_run else f"kept in {tuned.path()}")
     )
+
+
+def _refuse_cache(folder: Path) -> None:
+    """Say that nothing can be kept before minutes are spent searching it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        options.stop("MOEFUSE_CACHE", f"{folder} cannot be made a folder: {error.strerror}")
+    if not os.access(folder, os.W_OK):
+        options.stop("MOEFUSE_CACHE", f"{folder} cannot be written to")
 
 
 def _card(name: str | None) -> torch.device:
@@ -82,6 +96,20 @@ def _card(name: str | None) -> torch.device:
     if found.type != "cuda":
         options.stop("--device", f"tiles are searched on an NVIDIA GPU, got {found}")
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def _print(title: str, findings: list[bench_tune.Finding], console: Console) -> None:
+    """A table, or where it has no room a paragraph for each product."""
+    table = _table(title, findings)
+    if report.fits(table, console):
+        console.print(table)
+        return
+    console.print(title, markup=False, highlight=False)
+    for found in findings:
+        old, new = (report.duration(seconds) for seconds in (found.old_seconds, found.new_seconds))
+        best = f"best {_brief(found.new)} {new}, {found.gain:.2f}x" if found.new != found.old else "best is the same"
+        line = f"T={found.tokens} {found.product.split(' E=')[0]}: built-in {_brief(found.old)} {old}; {best}"
+        console.print(f"{line}; {found.tried} tried", markup=False, highlight=False)
 
 
 def _table(title: str, findings: list[bench_tune.Finding]) -> Table:

@@ -37,6 +37,8 @@ class PatchReport:
     left_alone: dict[str, str]
 
     def __str__(self) -> str:
+        if not self.patched and not self.left_alone:
+            return "no block patched: the model has no experts that transformers' experts interface reaches"
         paths: dict[str, list[str]] = {}
         for path, reason in self.left_alone.items():
             paths.setdefault(reason, []).append(path)

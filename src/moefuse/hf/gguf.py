@@ -22,8 +22,9 @@ from moefuse.hf.gguf_tokenizer import read_tokenizer
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
-from moefuse.quant.gguf import GGUFFile, read
+from moefuse.quant.gguf import GGUFFile, brief, read
 from moefuse.quant.tensor import QuantTensor
+from moefuse.types import dtype_named
 
 _LARGE = 2**20  # elements
 
@@ -43,7 +44,7 @@ def from_gguf(
 
     Args:
         path: a file; of a model in several files the first.
-        dtype: of what is not in blocks; "auto" is bfloat16.
+        dtype: of what is not in blocks, or its name; "auto" is bfloat16.
         device: where it runs; on a GPU the blocks are copied there.
         exact: keep the experts' activations in float32, see `moefuse.QuantTensor`.
         progress: show a bar on the terminal while loading.
@@ -54,14 +55,16 @@ def from_gguf(
     """
     file = _open(Path(path))
     architecture = ARCHITECTURES[file.architecture]
-    target = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    target = torch.bfloat16 if dtype == "auto" else dtype_named(dtype) if isinstance(dtype, str) else dtype
     if target not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"from_gguf: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
     try:
         keys, tokenizer = Keys(file), read_tokenizer(file)
         fields = architecture.config(keys)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:  # a value of another kind than its key has
-        raise ValueError(f"from_gguf: the metadata of {file.path} must be as llama.cpp writes it: {error!r}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a value of another kind than its key's
+        raise ValueError(
+            f"from_gguf: the metadata of {file.path} must be as llama.cpp writes it: {brief(error)}"
+        ) from error
     model = _empty(fields, target, file)
     with _bar(file, progress) as bar:
         _fill(model, file, architecture, keys, target, exact, bar)
@@ -131,7 +134,7 @@ def _empty(fields: dict[str, Any], dtype: torch.dtype, file: GGUFFile) -> Any:
             auto: Any = AutoModelForCausalLM  # untyped
             model = auto.from_config(config, dtype=dtype, experts_implementation=NAME)
     except Exception as error:  # each configuration refuses in its own way
-        raise ValueError(f"transformers takes no model with the metadata of {file.path}: {error}") from error
+        raise ValueError(f"transformers takes no model with the metadata of {file.path}: {str(error)[:300]}") from error
     return model
 
 
@@ -209,7 +212,7 @@ def _value(
             tensors = [_numbers(file, source, target.dtype if target.dim() > 1 else torch.float32) for source in names]
             try:
                 value = tensors[0] if function is None else function(keys, *tensors)
-            except RuntimeError as error:  # sizes that do not divide
+            except (RuntimeError, IndexError, TypeError) as error:  # sizes that do not divide, or too few of them
                 raise ValueError(
                     f"from_gguf: {', '.join(names)} must have the sizes that the metadata gives"
                 ) from error

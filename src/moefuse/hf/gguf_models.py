@@ -6,6 +6,7 @@ are read off the tensors where they can be. An architecture is a row in `ARCHITE
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from moefuse.nn.from_gguf import expert_layers, read_rule
-from moefuse.quant.gguf import GGUFFile
+from moefuse.quant.gguf import GGUFFile, brief
 from moefuse.types import Routing
 
-_NEEDED = object()
+_NEEDED: Any = object()
+# Far above any model's; below what would hurt where modules and small vectors are made from it.
+_MAX_LAYERS, _MAX_SIZE, _MAX_CONTEXT = 512, 2**20, 2**31
 #: tokens that end an answer, which a file need not name
 _ENDS = frozenset(
     (
@@ -36,18 +39,47 @@ class Keys:
         self.file = file
         self.expert_layers = expert_layers(file)
         self.rule: Routing = read_rule(file, self.expert_layers[0])
-        self.layers: int = self("block_count") - self("nextn_predict_layers", 0)
+        self.layers = self.size("block_count", most=2**32) - self.size("nextn_predict_layers", 0, least=0)
         stored = {match[1] for match in map(re.compile(r"blk\.(\d+)\.").match, file) if match}
-        if not 0 < self.layers <= len(stored):
-            raise ValueError(f"from_gguf: block_count must be that of the tensors, {len(stored)}, got {self.layers}")
+        if not 0 < self.layers <= min(len(stored), _MAX_LAYERS):
+            rule = f"that of the tensors, {len(stored)}, and at most {_MAX_LAYERS}"
+            raise ValueError(f"from_gguf: block_count must be {rule}, got {self.layers}")
 
     def __call__(self, name: str, default: Any = _NEEDED) -> Any:
-        """The value of a key; an array as a list."""
+        """The value of a key as it stands; an array, which has one for each layer at most, as a list."""
         key = f"{self.file.architecture}.{name}"
         value = self.file.metadata.get(key, default)
         if value is _NEEDED:
             raise ValueError(f"from_gguf: the file must give {key}, got none")
+        if isinstance(value, (np.ndarray, list)) and not 0 < len(value) <= 2 * _MAX_LAYERS:
+            raise ValueError(f"from_gguf: {key} must have one value for each layer at most, got {len(value)}")
         return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def size(self, name: str, default: Any = _NEEDED, least: int = 1, most: int = _MAX_SIZE) -> Any:
+        """A whole number within limits, or the default."""
+        value = self(name, default)
+        if value is not default and (type(value) is not int or not least <= value <= most):
+            raise ValueError(f"from_gguf: {name} must be a whole number from {least} to {most}, got {brief(value)}")
+        return value
+
+    def sizes(self, name: str, default: Any = _NEEDED) -> Any:
+        """As `size`, or one for each layer where they differ."""
+        value = self(name, default)
+        if not isinstance(value, list):
+            return self.size(name, default)
+        if not all(type(one) is int and 0 < one <= _MAX_SIZE for one in value):
+            raise ValueError(f"from_gguf: {name} must be whole numbers from 1 to {_MAX_SIZE}, got {brief(value)}")
+        return value[0] if len(set(value)) == 1 else value
+
+    def number(self, name: str, default: Any = _NEEDED, positive: bool = False) -> Any:
+        """A finite number, or the default."""
+        value = self(name, default)
+        if value is not default and (
+            type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0)
+        ):
+            rule = "a positive number" if positive else "a finite number"
+            raise ValueError(f"from_gguf: {name} must be {rule}, got {brief(value)}")
+        return value
 
     def width(self, ending: str, dim: int = -1) -> int | None:
         """The size of the first layer's tensor of this name, None where no layer has one."""
@@ -61,7 +93,10 @@ class Keys:
         return self.width(ending) is not None
 
     def token(self, name: str) -> int | None:
-        return self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        """The number of a token; None where the file has none, or one that is not in the vocabulary."""
+        number = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        words = self.file.metadata.get("tokenizer.ggml.tokens", ())
+        return number if type(number) is int and 0 <= number < len(words) else None
 
 
 @dataclass(frozen=True)
@@ -106,7 +141,7 @@ class Architecture:
 def _rope(keys: Keys) -> dict[str, Any]:
     """The rotary embedding; a kind that is not carried over is refused."""
     kind = keys("rope.scaling.type", "none")
-    rope = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 10000.0)}
+    rope = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0, positive=True)}
     if "rope_freqs.weight" in keys.file and keys.file.architecture != "gemma4":
         raise ValueError(
             "from_gguf: rotary frequencies must follow from the metadata, got the tensor rope_freqs.weight"
@@ -114,12 +149,12 @@ def _rope(keys: Keys) -> dict[str, Any]:
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise ValueError(f"from_gguf: rope.scaling.type must be none, linear or yarn, got {kind}")
-    rope |= {"rope_type": kind, "factor": keys("rope.scaling.factor")}
+        raise ValueError(f"from_gguf: rope.scaling.type must be none, linear or yarn, got {brief(kind)}")
+    rope |= {"rope_type": kind, "factor": keys.number("rope.scaling.factor", positive=True)}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = keys("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length", most=_MAX_CONTEXT)
         for name in ("beta_fast", "beta_slow"):
-            found = keys(f"rope.scaling.yarn_{name}", None)
+            found = keys.number(f"rope.scaling.yarn_{name}", None, positive=True)
             if found is not None:
                 rope[name] = found
     return rope
@@ -129,11 +164,8 @@ def _common(keys: Keys) -> dict[str, Any]:
     ends = [keys.token(name) for name in ("eos", "eot", "eom")]
     ends += [i for i, token in enumerate(keys.file.metadata.get("tokenizer.ggml.tokens", ())) if token in _ENDS]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
-    heads, kv_heads = (
-        value[0] if isinstance(value, list) and len(set(value)) == 1 else value  # one for each layer
-        for value in (keys("attention.head_count"), keys("attention.head_count_kv", keys("attention.head_count")))
-    )
-    words, hidden = keys.file.infos.get("token_embd.weight"), keys("embedding_length")
+    heads = keys.sizes("attention.head_count")
+    words, hidden = keys.file.infos.get("token_embd.weight"), keys.size("embedding_length")
     if words is None or words.shape[1:] != (hidden,):
         got = "none" if words is None else list(words.shape)
         raise ValueError(f"from_gguf: the file must have token_embd.weight [words, {hidden}], got {got}")
@@ -142,9 +174,9 @@ def _common(keys: Keys) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": keys.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": keys("context_length"),
-        "rms_norm_eps": keys("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": keys.sizes("attention.head_count_kv", heads),
+        "max_position_embeddings": keys.size("context_length", most=_MAX_CONTEXT),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(keys),
         # llama.cpp leaves the output matrix out where it is the embedding's.
         "tie_word_embeddings": "output.weight" not in keys.file,
@@ -156,7 +188,8 @@ def _common(keys: Keys) -> dict[str, Any]:
 
 
 def _head_dim(keys: Keys) -> int:
-    return int(keys("attention.key_length", keys("embedding_length") // keys("attention.head_count")))
+    given = keys.size("attention.key_length", None)
+    return int(keys.size("embedding_length") // keys.sizes("attention.head_count") if given is None else given)
 
 
 def _refuse_other_rules(keys: Keys, **known: Any) -> None:
@@ -249,7 +282,7 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
         "intermediate_size": keys.width("ffn_down_exps.weight"),
         "num_experts": keys.width("ffn_gate_inp.weight", 0),
         "norm_topk_prob": keys.rule.renormalize,
-        "clip_qkv": keys("attention.clamp_kqv", None),
+        "clip_qkv": keys.number("attention.clamp_kqv", None),
     }
 
 
@@ -264,10 +297,10 @@ def _granitemoe(keys: Keys) -> dict[str, Any]:
             "intermediate_size": keys.width("ffn_down_exps.weight"),
             "num_local_experts": keys.width("ffn_gate_inp.weight", 0),
             "attention_bias": keys.has("attn_q.bias"),
-            "attention_multiplier": keys("attention.scale", 0) or _head_dim(keys) ** -0.5,
-            "embedding_multiplier": keys("embedding_scale", 0) or 1.0,
-            "residual_multiplier": keys("residual_scale", 0) or 1.0,
-            "logits_scaling": keys("logit_scale", 0) or 1.0,
+            "attention_multiplier": keys.number("attention.scale", 0) or _head_dim(keys) ** -0.5,
+            "embedding_multiplier": keys.number("embedding_scale", 0) or 1.0,
+            "residual_multiplier": keys.number("residual_scale", 0) or 1.0,
+            "logits_scaling": keys.number("logit_scale", 0) or 1.0,
         }
         | ({} if shared is None else {"shared_intermediate_size": shared})
     )
@@ -283,7 +316,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
         "head_dim": _head_dim(keys),
         "intermediate_size": keys.width("ffn_down_exps.weight"),
         "num_local_experts": keys.width("ffn_gate_inp.weight", 0),
-        "sliding_window": keys("attention.sliding_window"),
+        "sliding_window": keys.size("attention.sliding_window", most=_MAX_CONTEXT),
         "rope_parameters": rope,
     }
 
@@ -293,30 +326,32 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
     sigmoid = keys.rule.score == "sigmoid"
     if not sigmoid:
         _refuse_other_rules(keys, scale=keys.rule.scale, groups=keys.rule.groups, renormalize=False)
-    rotated = keys("rope.dimension_count")
+    rotated = keys.size("rope.dimension_count")
     # Files from before the compressed cache give the sizes of a head without the ending.
-    head = keys("attention.key_length_mla", None) or keys("attention.key_length")
-    value = keys("attention.value_length_mla", None) or keys("attention.value_length")
+    head = keys.size("attention.key_length_mla", None) or keys.size("attention.key_length")
+    value = keys.size("attention.value_length_mla", None) or keys.size("attention.value_length")
+    if head <= rotated:
+        raise ValueError(f"from_gguf: key_length must be above rope.dimension_count={rotated}, got {head}")
     rope = _rope(keys)
-    scale = keys("rope.scaling.yarn_log_multiplier", None)
+    scale = keys.number("rope.scaling.yarn_log_multiplier", None)
     if rope["rope_type"] == "yarn" and scale:
         rope |= {"mscale": 10 * scale, "mscale_all_dim": 10 * scale}
     groups = {"n_group": keys.rule.groups, "topk_group": keys.rule.top_groups}
     method = {} if sigmoid else {"topk_method": "group_limited_greedy" if keys.rule.groups > 1 else "greedy"}
     return _common(keys) | method | groups | {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-        "num_key_value_heads": keys("attention.head_count"),
-        "q_lora_rank": keys("attention.q_lora_rank", None),
-        "kv_lora_rank": keys("attention.kv_lora_rank"),
+        "num_key_value_heads": keys.sizes("attention.head_count"),
+        "q_lora_rank": keys.size("attention.q_lora_rank", None),
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": head - rotated,
         "v_head_dim": value,
         "rope_parameters": rope,
-        "first_k_dense_replace": keys("leading_dense_block_count", 0),
+        "first_k_dense_replace": keys.size("leading_dense_block_count", 0, least=0),
         "intermediate_size": keys.width("ffn_down.weight") or keys.width("ffn_down_exps.weight"),
         "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
         "n_routed_experts": keys.width("ffn_gate_inp.weight", 0),
-        "n_shared_experts": keys("expert_shared_count"),
+        "n_shared_experts": keys.size("expert_shared_count", least=0),
         "routed_scaling_factor": keys.rule.scale,
         "norm_topk_prob": keys.rule.renormalize,
     }  # fmt: skip
@@ -324,10 +359,14 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
 
 def _gemma4(keys: Keys) -> dict[str, Any]:
     _refuse_other_rules(keys, renormalize=True)
-    sliding = [bool(flag) for flag in keys("attention.sliding_window_pattern")][: keys.layers]
-    whole = sliding.index(False)
-    kv_heads = keys("attention.head_count_kv")
+    pattern = keys("attention.sliding_window_pattern")
+    sliding = [bool(flag) for flag in pattern][: keys.layers] if isinstance(pattern, list) else []
+    kv_heads = keys.sizes("attention.head_count_kv")
     per_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * keys.layers
+    if len(sliding) < keys.layers or all(sliding) or len(per_layer) < keys.layers:
+        rule = f"name each of {keys.layers} layers, some of them without a window"
+        raise ValueError(f"from_gguf: attention.sliding_window_pattern and head_count_kv must {rule}")
+    whole = sliding.index(False)
     frequencies: Any = keys.file.get("rope_freqs.weight")
     # Dimensions that are not rotated have a frequency that is divided by a huge number.
     rotated = 0.25 if frequencies is None else float((frequencies == 1).float().mean())
@@ -338,20 +377,23 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         "model_type": "gemma4_text",
         "num_key_value_heads": per_layer[sliding.index(True)] if True in sliding else per_layer[whole],
         "num_global_key_value_heads": per_layer[whole],
-        "head_dim": keys("attention.key_length_swa"),
-        "global_head_dim": keys("attention.key_length"),
+        "head_dim": keys.size("attention.key_length_swa"),
+        "global_head_dim": keys.size("attention.key_length"),
         "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
-        "sliding_window": keys("attention.sliding_window"),
+        "sliding_window": keys.size("attention.sliding_window", most=_MAX_CONTEXT),
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10000.0)},
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0, positive=True),
+            },
             "full_attention": {
-                "rope_type": "proportional", "rope_theta": keys("rope.freq_base"), "partial_rotary_factor": rotated,
+                "rope_type": "proportional", "rope_theta": keys.number("rope.freq_base", positive=True),
+                "partial_rotary_factor": rotated,
             },
         },
-        "final_logit_softcapping": keys("final_logit_softcapping", None),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", None, positive=True),
         "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in keys.file,
-        "num_kv_shared_layers": keys("attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": keys("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": keys.size("attention.shared_kv_layers", 0, least=0),
+        "hidden_size_per_layer_input": keys.size("embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": common["vocab_size"] if vocabulary is None else vocabulary.shape[0],
         "intermediate_size": min(widths),
         "use_double_wide_mlp": len(widths) > 1,
@@ -364,21 +406,23 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
 
 def _qwen35moe(keys: Keys) -> dict[str, Any]:
     _refuse_other_rules(keys, renormalize=True)
-    head, value_heads = _head_dim(keys), keys("ssm.time_step_rank")
+    head, sections = _head_dim(keys), keys("rope.dimension_sections", [11, 11, 10])
+    if not isinstance(sections, list) or not all(type(one) is int and 0 <= one <= head for one in sections):
+        raise ValueError(f"from_gguf: rope.dimension_sections must be sizes within a head, got {brief(sections)}")
     kinds = ("linear_attention", "full_attention")
     return _common(keys) | {
         "model_type": "qwen3_5_moe_text",
         "head_dim": head,
         "layer_types": [kinds[f"blk.{layer}.attn_q.weight" in keys.file] for layer in range(keys.layers)],
-        "linear_conv_kernel_dim": keys("ssm.conv_kernel"),
-        "linear_key_head_dim": keys("ssm.state_size"),
-        "linear_num_key_heads": keys("ssm.group_count"),
-        "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": keys("ssm.inner_size") // value_heads,
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.size("ssm.state_size"),
+        "linear_num_key_heads": keys.size("ssm.group_count"),
+        "linear_num_value_heads": keys.size("ssm.time_step_rank"),
+        "linear_value_head_dim": _value_size(keys),
         "rope_parameters": _rope(keys) | {
-            "mrope_section": [size for size in keys("rope.dimension_sections", [11, 11, 10]) if size],
+            "mrope_section": [size for size in sections if size],
             "mrope_interleaved": True,
-            "partial_rotary_factor": keys("rope.dimension_count") / head,
+            "partial_rotary_factor": keys.size("rope.dimension_count", most=head) / head,
         },
         "moe_intermediate_size": keys.width("ffn_down_exps.weight"),
         "shared_expert_intermediate_size": keys.width("ffn_down_shexp.weight"),
@@ -390,7 +434,7 @@ def _unpermuted(heads: str) -> Callable[[Keys, Tensor], Tensor]:
     """llama.cpp pairs the dimensions that rotate together as neighbours; transformers has the halves of a head."""
 
     def function(keys: Keys, rows: Tensor) -> Tensor:
-        count = keys(heads, keys("attention.head_count"))
+        count = keys.sizes(heads, keys.sizes("attention.head_count"))
         return rows.view(count, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     return function
@@ -421,12 +465,12 @@ def _less_one(_: Keys, weight: Tensor) -> Tensor:
 
 def _grouped(keys: Keys, rows: Tensor, size: int = 1) -> Tensor:
     """Value heads of linear attention, which llama.cpp deals out to the key heads in turn, by key head again."""
-    by_turn = rows.view(-1, keys("ssm.group_count"), size, *rows.shape[1:])
+    by_turn = rows.view(-1, keys.size("ssm.group_count"), size, *rows.shape[1:])
     return by_turn.transpose(0, 1).reshape(rows.shape)
 
 
 def _value_size(keys: Keys) -> int:
-    return int(keys("ssm.inner_size") // keys("ssm.time_step_rank"))
+    return int(keys.size("ssm.inner_size") // keys.size("ssm.time_step_rank"))
 
 
 def _grouped_values(keys: Keys, rows: Tensor) -> Tensor:
@@ -435,7 +479,7 @@ def _grouped_values(keys: Keys, rows: Tensor) -> Tensor:
 
 def _grouped_tail(keys: Keys, rows: Tensor) -> Tensor:
     """As `_grouped_values`, behind the rows of queries and keys."""
-    head = 2 * keys("ssm.state_size") * keys("ssm.group_count")
+    head = 2 * keys.size("ssm.state_size") * keys.size("ssm.group_count")
     return torch.cat((rows[:head], _grouped_values(keys, rows[head:])))
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from moefuse.quant.gguf import GGUFFile
+from moefuse.quant.gguf import GGUFFile, brief
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+# Far above any model's: letters of a piece that is joined from two others, and of all tokens that are kept whole.
+_MAX_PIECE, _MAX_WHOLE = 256, 2**20
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,44 +80,81 @@ def read_tokenizer(file: GGUFFile) -> Any:
         for key, value in file.metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind, tokens = data.get("model"), data.get("tokens")
-    if not isinstance(tokens, list) or not tokens:
+    kind, tokens = data.get("model"), _strings(data, "tokens")
+    if not tokens:
         raise ValueError(f"from_gguf: {file.path.name} must hold a tokenizer (tokenizer.ggml.tokens), got none")
+    _refuse_other_kinds(data, file)
+    types = _numbers(data, "token_type", tokens)
     if kind == "gpt2":
         backend = _byte_level(data, tokens)
     elif kind in ("llama", "gemma4"):
         backend = _sentencepiece(data, tokens, kind)
     else:
-        raise ValueError(f"from_gguf: tokenizer.ggml.model must be gpt2, llama or gemma4, got {kind!r}")
-    types = list(data.get("token_type", ()))
-    marked = list(zip(tokens, types, strict=False))
+        raise ValueError(f"from_gguf: tokenizer.ggml.model must be gpt2, llama or gemma4, got {brief(kind)}")
+    marked = [] if types is None else list(zip(tokens, types.tolist(), strict=True))
+    whole = sum(len(token) for token, type in marked if type in (_CONTROL, _USER_DEFINED))
+    if whole > _MAX_WHOLE:
+        raise ValueError(f"from_gguf: control tokens must have at most {_MAX_WHOLE} letters together, got {whole}")
     backend.add_special_tokens([AddedToken(token, normalized=False) for token, type in marked if type == _CONTROL])
     backend.add_tokens([AddedToken(token, normalized=False) for token, type in marked if type == _USER_DEFINED])
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = data.get(f"{key}_token_id")
-        if isinstance(number, int) and 0 <= number < len(tokens):
+        # No token, or one without letters, is how some files say "none".
+        if type(number) is int and 0 <= number < len(tokens) and tokens[number]:
             special[f"{name}_token"] = tokens[number]
     _begin_and_end(backend, data, special)
+    context = file.metadata.get(f"{file.architecture}.context_length")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         tokenizer_object=backend,
         **special,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        model_max_length=file.metadata.get(f"{file.architecture}.context_length"),
+        model_max_length=context if type(context) is int and context > 0 else None,
     )
+
+
+def _strings(data: dict[str, Any], name: str) -> list[str] | None:
+    """A key's strings, None where the file has none."""
+    found = data.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"from_gguf: tokenizer.ggml.{name} must be strings, got {brief(found)}")
+    return found
+
+
+def _numbers(data: dict[str, Any], name: str, tokens: list[str]) -> np.ndarray[Any, Any] | None:
+    """A key's numbers, one for each token; None where the file has none."""
+    found = data.get(name)
+    if found is not None and not (isinstance(found, np.ndarray) and len(found) == len(tokens)):
+        got = len(found) if isinstance(found, np.ndarray) else brief(found)
+        raise ValueError(f"from_gguf: tokenizer.ggml.{name} must be {len(tokens)} numbers, one a token, got {got}")
+    return found
+
+
+def _refuse_other_kinds(data: dict[str, Any], file: GGUFFile) -> None:
+    """What is taken as it stands must be of the kind that its key has."""
+    kinds = dict.fromkeys(("model", "pre"), str) | dict.fromkeys(
+        ("add_bos_token", "add_eos_token", "add_space_prefix"), bool
+    )
+    values = [(f"tokenizer.ggml.{name}", data.get(name), kind) for name, kind in kinds.items()]
+    values.append(("tokenizer.chat_template", file.metadata.get("tokenizer.chat_template"), str))
+    for name, value, kind in values:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"from_gguf: {name} must be of type {kind.__name__}, got {brief(value)}")
 
 
 def _model(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
     except Exception as error:  # the library raises the plain kind
-        raise ValueError(f"from_gguf: the merges of the tokenizer must fit its tokens: {error}") from None
+        raise ValueError(f"from_gguf: the merges of the tokenizer must fit its tokens: {str(error)[:200]}") from None
 
 
 def _merges(data: dict[str, Any]) -> list[tuple[str, str]] | None:
-    stored = data.get("merges")
-    if not isinstance(stored, list):
+    stored = _strings(data, "merges")
+    if stored is None:
         return None
     # A part may itself begin with a blank, so the separator is the first one after it.
     pairs = ((merge, merge.find(" ", 1)) for merge in stored)
@@ -124,7 +164,8 @@ def _merges(data: dict[str, Any]) -> list[tuple[str, str]] | None:
 def _byte_level(data: dict[str, Any], tokens: list[str]) -> Tokenizer:
     split = data.get("pre", "default")
     if split not in _SPLITS:
-        raise ValueError(f"from_gguf: tokenizer.ggml.pre must be one of {', '.join(sorted(_SPLITS))}, got {split!r}")
+        known = ", ".join(sorted(_SPLITS))
+        raise ValueError(f"from_gguf: tokenizer.ggml.pre must be one of {known}, got {brief(split)}")
     merges = _merges(data)
     if merges is None:
         raise ValueError("from_gguf: a tokenizer of kind gpt2 must have tokenizer.ggml.merges, got none")
@@ -142,8 +183,12 @@ def _sentencepiece(data: dict[str, Any], tokens: list[str], kind: str) -> Tokeni
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = _merges(data)
     if merges is None:
-        merges = _merges_of_scores(data, vocabulary)
+        merges = _merges_of_scores(data, tokens, vocabulary)
     unknown = data.get("unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise ValueError(
+            f"from_gguf: unknown_token_id must be that of one of {len(tokens)} tokens, got {brief(unknown)}"
+        )
     backend = _model(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     prefixed = bool(data.get("add_space_prefix", kind == "llama"))
     mark = normalizers.Replace(" ", "▁")
@@ -155,16 +200,19 @@ def _sentencepiece(data: dict[str, Any], tokens: list[str], kind: str) -> Tokeni
     return backend
 
 
-def _merges_of_scores(data: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_of_scores(data: dict[str, Any], tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """A file with scores has no merges: any two pieces that join to a third do, the best third first."""
-    scores = data.get("scores")
-    if scores is None or len(scores) != len(vocabulary):
+    scores, types = _numbers(data, "scores", tokens), _numbers(data, "token_type", tokens)
+    if scores is None:
         raise ValueError("from_gguf: a tokenizer of kind llama must have a score for each of its tokens, got none")
-    types = data.get("token_type")
     found = []
     for piece, i in vocabulary.items():
         if types is not None and types[i] in (_CONTROL, _USER_DEFINED, _BYTE):
             continue
+        if len(piece) > _MAX_PIECE:
+            raise ValueError(
+                f"from_gguf: a piece must have at most {_MAX_PIECE} letters, got {len(piece)}: {brief(piece)}"
+            )
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in vocabulary and right in vocabulary:
@@ -179,9 +227,11 @@ def _begin_and_end(backend: Tokenizer, data: dict[str, Any], special: dict[str, 
         special["bos_token"] if begin and "bos_token" in special else None,
         special["eos_token"] if data.get("add_eos_token", False) and "eos_token" in special else None,
     ]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token is not None]
+    # Under names of our own: a token may hold a colon or a dollar, which mean something in a template.
+    named = [(name, token) for name, token in zip(("first", "last"), around, strict=True) if token is not None]
+    ids = [{"id": name, "ids": [backend.token_to_id(token)], "tokens": [token]} for name, token in named]
     if ids:
-        first, last = ([f"{token}:0"] if token else [] for token in around)
+        first, last = ([f"{name}:0"] if token else [] for name, token in zip(("first", "last"), around, strict=True))
         backend.post_processor = processors.Sequence(
             [
                 *([backend.post_processor] if backend.post_processor is not None else []),

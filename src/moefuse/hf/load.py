@@ -9,6 +9,7 @@ import torch
 
 from moefuse.hf.gguf import from_gguf
 from moefuse.hf.register import NAME
+from moefuse.types import dtype_named
 
 
 def load(
@@ -29,7 +30,13 @@ def load(
         exact: of a GGUF file's experts, see `from_gguf`.
     """
     folder = Path(path)
+    if isinstance(dtype, str) and dtype != "auto":
+        named = dtype_named(dtype)
+        if named is None:
+            raise ValueError(f"load: dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+        dtype = named
     if folder.suffix == ".gguf" or folder.is_file():
+        _refuse_other_files(folder)
         if parallel is not None:
             raise ValueError("a GGUF file is not split over ranks: give the directory of a transformers model")
         return from_gguf(folder, dtype=dtype, device=device, exact=exact)
@@ -47,6 +54,18 @@ def load(
     except (OSError, ValueError) as error:
         raise ValueError(f"transformers cannot load {folder}: {_first_line(error)}") from error
     return (model.to(device) if parallel is None else model).eval(), tokenizer
+
+
+def _refuse_other_files(path: Path) -> None:
+    """A file of a model's directory was named instead of the directory."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            return
+    if (path.parent / "config.json").is_file():
+        raise ValueError(f"{path} is one file of a model: give its directory, {path.parent}")
+    raise ValueError(f"{path} is no model: give the directory of a transformers model or a GGUF file")
 
 
 def _check(folder: Path) -> None:
@@ -69,7 +88,7 @@ def _split(parallel: str, device: torch.device) -> Any:
     if parallel not in ("tensor", "experts"):
         raise ValueError(f"parallel must be tensor or experts, got {parallel!r}")
     if not torch.distributed.is_torchelastic_launched():
-        raise ValueError("parallel needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse.cli run ...")
+        raise ValueError("parallel needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse run ...")
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks = torch.distributed.get_world_size()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from moefuse.hf.support import on_interface
 
@@ -54,6 +54,56 @@ class _Clock(TextStreamer):
         self.show(text)
 
 
+class NotFinite(Exception):
+    """A model's logits are NaN or infinite; ``where`` is the path of the module in which it began."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"the logits are not finite: it began in {where}")
+        self.where = where
+
+
+class _Watch(LogitsProcessor):
+    """Stops at logits of which no token can be chosen. Tokens that are ruled out have minus infinity."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool((scores < torch.inf).all()) or not bool(scores.isfinite().any(-1).all()):
+            raise NotFinite(where_not_finite(self.model, input_ids))
+        return scores
+
+
+def refuse_not_finite(model: Any, tokens: Tensor, logits: Tensor) -> None:
+    """Raise `NotFinite` where the logits of ``tokens`` ``[1, T]`` are."""
+    if not bool(logits.isfinite().all()):
+        raise NotFinite(where_not_finite(model, tokens))
+
+
+def where_not_finite(model: Any, tokens: Tensor) -> str:
+    """The path of the first module that returns a number which is not finite."""
+    found: list[str] = []
+
+    def look(path: str) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, out: Any) -> None:
+            if not found and any(
+                isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())
+                for value in (out if isinstance(out, (tuple, list)) else (out,))
+            ):
+                found.append(path)
+
+        return hook
+
+    handles = [module.register_forward_hook(look(path)) for path, module in model.named_modules() if path]
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else type(model).__name__
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -68,7 +118,7 @@ def generate(
     """Continue ``prompt`` ``[1, T]``, handing text to ``show`` as it comes.
 
     ``temperature`` 0 takes the likeliest token each time; any other draws from all of them, from ``seed`` on.
-    ``to_the_end`` writes all ``max_tokens``, also past the model's own end.
+    ``to_the_end`` writes all ``max_tokens``, also past the model's own end. Raises `NotFinite`.
     """
     clock = _Clock(tokenizer, show)
     options: dict[str, Any] = {"min_new_tokens": max_tokens} if to_the_end else {}
@@ -80,6 +130,7 @@ def generate(
     with torch.no_grad():
         tokens = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, streamer=clock,
+            logits_processor=LogitsProcessorList([_Watch(model)]),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **options,
         )  # fmt: skip

@@ -6,6 +6,7 @@ test; what a row cannot express is refused by name.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefuse.quant.gguf import GGUFFile
+from moefuse.quant.gguf import GGUFFile, brief
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Routing
 
@@ -43,12 +44,13 @@ FAMILIES = {
 }
 #: ``expert_gating_func``; 3 is a softmax over the selected alone, which is a softmax that is renormalised
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(.*(?:exps|shexp|ffn_gate_inp|exp_probs|latent|tid2eid).*)")
+_LAYER = r"blk\.(0|[1-9][0-9]*)\."
+_EXPERT_TENSOR = re.compile(_LAYER + r"(.*(?:exps|shexp|ffn_gate_inp|exp_probs|latent|tid2eid).*)")
 
 
 def expert_layers(file: GGUFFile) -> list[int]:
     """The layers that have a router."""
-    names = (re.fullmatch(r"blk\.(\d+)\.ffn_gate_inp\.weight", name) for name in file)
+    names = (re.fullmatch(_LAYER + r"ffn_gate_inp\.weight", name) for name in file)
     return sorted(int(match[1]) for match in names if match)
 
 
@@ -67,27 +69,36 @@ def read_rule(file: GGUFFile, layer: int) -> Routing:
         raise ValueError(f"from_gguf: expert_gating_func must be one of {', '.join(map(str, _SCORES))}, got {gating}")
     score = _SCORES.get(gating, family.score)
     groups = _count(key("expert_group_count", 1), "expert_group_count") or 1
-    return Routing(
+    renormalize = key("expert_weights_norm", family.renormalize)
+    if not isinstance(renormalize, (bool, int)):
+        raise ValueError(f"from_gguf: the file must give expert_weights_norm as yes or no, got {brief(renormalize)}")
+    rule = Routing(
         top_k=_count(key("expert_used_count", None), "expert_used_count"),
         score=score,
-        renormalize=bool(key("expert_weights_norm", family.renormalize)) or gating == 3,
+        renormalize=bool(renormalize) or gating == 3,
         # Zero is how a file says "none".
         scale=_number(key("expert_weights_scale", 1.0), "expert_weights_scale") or 1.0,
         groups=groups,
         top_groups=_count(key("expert_group_used_count", 1), "expert_group_used_count") or 1 if groups > 1 else 1,
         group_score="top2_sum" if score == "sigmoid" else "max",
     )
+    router = file.infos.get(f"blk.{layer}.ffn_gate_inp.weight")
+    E = router.shape[0] if router is not None and router.shape else 0
+    if E % groups or rule.top_k > E // groups * rule.top_groups:
+        got = f"top_k={rule.top_k} of {rule.top_groups} of {groups} groups"
+        raise ValueError(f"from_gguf: a router must choose among its {E} experts in equal groups, got {got}")
+    return rule
 
 
 def _count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"from_gguf: the file must give {name} as a whole number, got {value!r}")
+        raise ValueError(f"from_gguf: the file must give {name} as a whole number, got {brief(value)}")
     return value
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"from_gguf: the file must give {name} as a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"from_gguf: the file must give {name} as a finite number, got {brief(value)}")
     return float(value)
 
 
@@ -120,6 +131,8 @@ class _Layer:
         if wrong:
             want = ", ".join("any" if size is None else str(size) for size in shape)
             raise ValueError(f"from_gguf: {self.prefix}{name} must have shape [{want}], got {list(found.shape)}")
+        if isinstance(found, Tensor) and not found.is_floating_point():
+            raise ValueError(f"from_gguf: {self.prefix}{name} must be of a floating-point type, got {found.dtype}")
         return found
 
     def need(self, name: str, *shape: int | None) -> Tensor | QuantTensor:
@@ -139,7 +152,7 @@ class _Layer:
 def read_experts(file: GGUFFile, layer: int) -> dict[str, Tensor | QuantTensor]:
     """The stacks of a layer and their biases, by their names in `moefuse.nn.MoE`; gate and up may come apart."""
     at = _layer(file, layer)
-    return _stacks(at, *file.infos[at.prefix + "ffn_gate_inp.weight"].shape)
+    return _stacks(at, *at.need("ffn_gate_inp.weight", None, None).shape)
 
 
 def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Tensor | QuantTensor]]:

@@ -83,6 +83,6 @@ class RoutingStats:
 
     def __repr__(self) -> str:
         return (
-            f"RoutingStats({self.tokens} tokens, {self.num_experts} experts, imbalance {self.imbalance:.2f}, "
-            f"entropy {self.entropy:.2f}, {self.dropped} slots without an expert)"
+            f"RoutingStats({self.tokens} token{'s' * (self.tokens != 1)}, {self.num_experts} experts, "
+            f"imbalance {self.imbalance:.2f}, entropy {self.entropy:.2f}, {self.dropped} slots without an expert)"
         )

@@ -25,9 +25,11 @@ def unpack(rows: Tensor, name: str) -> Tensor:
     tensor([ 1., -1.,  1.])
     """
     form = format_of(name)
-    blocks = rows.reshape(-1, form.nbytes)
     columns = rows.shape[-1] // form.nbytes * form.values
-    return UNPACK[name](blocks).reshape(*rows.shape[:-1], columns)
+    if rows.numel() == 0:
+        return torch.empty((*rows.shape[:-1], columns), device=rows.device)
+    blocks = rows.reshape(-1, form.nbytes)
+    return UNPACK[form.name](blocks).reshape(*rows.shape[:-1], columns)
 
 
 def _half(field: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefuse.quant.formats import format_of
+from moefuse.quant.formats import FORMATS, plain_name
 from moefuse.quant.tensor import QuantTensor
 
 # Values worked on at a time: the search holds about ten float32 copies of them.
@@ -25,8 +25,9 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
     """Encode weights in blocks along their last dimension.
 
     Args:
-        weight: ``[.., K]`` floating, finite, ``K`` a multiple of the format's block; usually ``[E, N, K]``.
-        format: Q4_K, Q6_K, Q5_K, Q8_0 or Q4_0.
+        weight: ``[.., K]`` floating, finite, ``K`` a multiple of the format's block; usually ``[E, N, K]``. Numbers
+            whose scale is beyond float16 are refused; those far below it become zero.
+        format: Q4_K, Q6_K, Q5_K, Q8_0 or Q4_0, in any spelling.
 
     Returns:
         A `QuantTensor` of the same shape on the same device. Memory beyond it stays within a few dozen MB.
@@ -37,19 +38,20 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
     >>> stack.dequantize()[0, 0, 0].round(decimals=2)
     tensor(-1.)
     """
-    encode = ENCODE.get(format)
-    if encode is None:
+    form = next((form for name, form in FORMATS.items() if name in ENCODE and _same(name, format)), None)
+    if form is None:
         raise ValueError(f"quantize: format must be one of {', '.join(ENCODE)}, got {format!r}")
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(f"quantize: weight must be a floating-point tensor, got {got}")
-    form = format_of(format)
     if weight.dim() < 1 or weight.shape[-1] % form.values:
-        rule = f"a last dimension that is a multiple of {form.values} for {format}"
+        rule = f"a last dimension that is a multiple of {form.values} for {form.name}"
         raise ValueError(f"quantize: weight must have {rule}, got shape {list(weight.shape)}")
     weight = weight.detach()
     row = form.row_bytes(weight.shape[-1])
     blocks = torch.empty((*weight.shape[:-1], row), dtype=torch.uint8, device=weight.device)
+    if blocks.numel() == 0:
+        return QuantTensor(blocks, form.name)
     experts = zip(weight, blocks, strict=True) if weight.dim() > 2 else ((weight, blocks),)
     for numbers, place in experts:
         for chunk, into in zip(
@@ -57,10 +59,15 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
             place.view(-1, form.nbytes).split(max(_CHUNK // form.values, 1)),
             strict=True,
         ):
-            if not chunk.isfinite().all():
-                raise ValueError("quantize: weight must be finite, got NaN or infinity")
-            into.copy_(encode(chunk.float()))
-    return QuantTensor(blocks, format)
+            in_float32 = chunk.float()
+            if not in_float32.isfinite().all():
+                raise ValueError("quantize: weight must be finite in float32, got NaN, infinity or beyond 3.4e38")
+            into.copy_(ENCODE[form.name](in_float32))
+    return QuantTensor(blocks, form.name)
+
+
+def _same(name: str, given: object) -> bool:
+    return isinstance(given, str) and plain_name(name) == plain_name(given)
 
 
 def _join(fields: Tensor, bits: int) -> Tensor:
@@ -75,6 +82,12 @@ def _half(scale: Tensor) -> Tensor:
     if not rounded.isfinite().all():
         raise ValueError(f"quantize: weight must leave scales below 65504, got {float(scale.abs().max()):g}")
     return rounded.view(torch.uint8).view(-1, 2)
+
+
+def _upward(factor: Tensor) -> Tensor:
+    """A factor of sub-scales, away from zero where float16 has few digits left: integers can be smaller, not larger."""
+    step = 2.0**-24
+    return torch.where(factor.abs() < 2.0**-14, (factor.abs() / step).ceil().mul(step).copysign(factor), factor)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -104,9 +117,16 @@ def _q4_0(x: Tensor) -> Tensor:
     return torch.cat((_half(d), _join(q.view(-1, 2, 16), 4)), 1)
 
 
+def _unit(x: Tensor) -> Tensor:
+    """The power of two next to the largest magnitude of ``[.., n]``, over which no square over- or underflows."""
+    exponent = torch.frexp(x.abs().amax(-1))[1]
+    return torch.ldexp(torch.ones_like(x[..., 0]), exponent.clamp(-100, 100))
+
+
 def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Scale and floor, both at least zero, that make ``scale * q - floor`` nearest to ``[.., n]``, q in 0..top."""
-    n = x.shape[-1]
+    n, unit = x.shape[-1], _unit(x)
+    x = x / unit[..., None]
     low = x.amin(-1).clamp(max=0)
     span = x.amax(-1) - low
     above, total = x - low[..., None], x.sum(-1)
@@ -123,17 +143,20 @@ def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
         better = (error < best) & (step >= 0)
         best = torch.where(better, error, best)
         scale, floor = torch.where(better, step, scale), torch.where(better, -base, floor)
-    return scale, floor
+    return scale * unit, floor * unit
 
 
 def _k_affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """What Q4_K and Q5_K share: the first 16 bytes, and the integers ``[B, 8, 32]``."""
     x = x.view(-1, 8, 32)
     scale, floor = _affine(x, top)
-    d, dmin = (part.amax(-1, keepdim=True) / 63 for part in (scale, floor))
+    d, dmin = (_upward(part.amax(-1, keepdim=True) / 63) for part in (scale, floor))
     factors = torch.cat((_half(d), _half(dmin)), 1)
     d, dmin = d.half().float(), dmin.half().float()
-    s, m = ((part * _inverse(unit)).round().clamp(0, 63).to(torch.uint8) for part, unit in ((scale, d), (floor, dmin)))
+    s = (scale * _inverse(d)).round().clamp(0, 63).to(torch.uint8)
+    # Where nothing is left of the scale, the mean is nearer than the smallest.
+    floor = torch.where(d * s == 0, (-x.mean(-1)).clamp(min=0), floor)
+    m = (floor * _inverse(dmin)).round().clamp(0, 63).to(torch.uint8)
     six = torch.cat((s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4), 1)
     step, base = (d * s)[..., None], (dmin * m)[..., None]
     q = ((x + base) * _inverse(step)).round().clamp(0, top).to(torch.uint8)
@@ -152,6 +175,8 @@ def _q5_k(x: Tensor) -> Tensor:
 
 def _symmetric(x: Tensor, top: int) -> Tensor:
     """The scale, of either sign, that makes ``scale * q`` nearest to ``[.., n]``, q in -top..top-1."""
+    unit = _unit(x)
+    x = x / unit[..., None]
     extreme = _first_extreme(x)[..., 0]
     best, scale = torch.full_like(extreme, torch.inf), torch.zeros_like(extreme)
     for offset in _OFFSETS:
@@ -161,13 +186,13 @@ def _symmetric(x: Tensor, top: int) -> Tensor:
         error = q.mul_(step[..., None]).sub_(x).square_().sum(-1)
         better = error < best
         best, scale = torch.where(better, error, best), torch.where(better, step, scale)
-    return scale
+    return scale * unit
 
 
 def _q6_k(x: Tensor) -> Tensor:
     x = x.view(-1, 16, 16)
     scale = _symmetric(x, 32)
-    d = _first_extreme(scale) / -128
+    d = _upward(_first_extreme(scale) / -128)
     factor = _half(d)
     d = d.half().float()
     s = (scale * _inverse(d)).round().clamp(-128, 127)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -53,9 +54,21 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def plain_name(name: str) -> str:
+    """A name without what people spell in several ways: case, dashes, dots and underscores."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_BY_PLAIN_NAME = {plain_name(name): form for name, form in FORMATS.items()}
+
+
 def format_of(name: str) -> Format:
-    """The row of a format."""
-    found = FORMATS.get(name)
+    """The row of a format, however its name is spelled.
+
+    >>> format_of("q4_k").name, format_of("iq4-nl").name
+    ('Q4_K', 'IQ4_NL')
+    """
+    found = FORMATS.get(name) or (_BY_PLAIN_NAME.get(plain_name(name)) if isinstance(name, str) else None)
     if found is None:
         raise ValueError(f"QuantTensor: format must be one of {', '.join(FORMATS)}, got {name!r}")
     return found

@@ -1,8 +1,8 @@
 """GGUF files: mapped, never read whole; written through the gguf package.
 
 A file is input from outside. Every count, length, size and offset in its header is checked against the size of the file
-before it is used, so that a damaged or hostile one is a ValueError: no crash, no allocation larger than the file's own
-header.
+before it is used, and what its values take in memory against a budget, so that a damaged or hostile one is a
+ValueError: no crash, no flood. What a message quotes of a file is cut (`brief`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import reprlib
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +27,12 @@ from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
 
 _VERSIONS = (2, 3)
-# Far above any model's; below what would hurt. A vocabulary and its merges are half a million strings.
-_MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS, _MAX_DEPTH = 2**16, 2**18, 2**22, 4
+# Far above any model's; below what would hurt.
+_MAX_KEYS, _MAX_TENSORS, _MAX_DEPTH, _MAX_NAME, _MAX_TEXT = 2**16, 2**16, 4, 256, 2**24
+# What values may take beyond their bytes in the file. Gemma's 262,144 tokens and 514,906 merges take 45 MB.
+_BUDGET = 2**26
+# What Python keeps for a key, an array, a tensor and, beside itself, a string.
+_KEY_COST, _ARRAY_COST, _TENSOR_COST, _STRING_COST = 200, 500, 800, 16
 # Linux keeps no memory in reserve for the private pages of a map with this flag; Python names it from 3.12 on.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
@@ -76,7 +82,20 @@ _SCALARS = {
 }
 
 
-@dataclass(frozen=True)
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def brief(value: object) -> str:
+    """What a file holds, as a message quotes it: its repr, cut.
+
+    >>> len(brief("x" * 10**6)) <= 80, brief([1] * 9)
+    (True, '[1, 1, 1, 1, 1, 1, ...]')
+    """
+    return _repr.repr(value)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a file says of a tensor: ``type`` is ggml's name, ``shape`` torch's (slowest dimension first).
 
@@ -115,8 +134,8 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
     def architecture(self) -> str:
         """The name that prefixes the model's keys."""
         found = self.metadata.get("general.architecture")
-        if not isinstance(found, str) or not found:
-            raise ValueError(f"gguf: {self.path.name}: general.architecture must be a name, got {found!r}")
+        if not isinstance(found, str) or not 0 < len(found) <= _MAX_NAME:
+            raise ValueError(f"gguf: {self.path.name}: general.architecture must be a name, got {brief(found)}")
         return found
 
     def __getitem__(self, name: str) -> Tensor | QuantTensor:
@@ -170,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> GGUFFile:
     metadata, infos, data, region = _map(path)
     count = metadata.get("split.count", 1)
     if type(count) is not int or count < 0:
-        raise ValueError(f"gguf: {path.name}: split.count must be a number of files, got {count!r}")
+        raise ValueError(f"gguf: {path.name}: split.count must be a number of files, got {brief(count)}")
     if count < 2:
         return GGUFFile(path, metadata, infos, [data], [region])
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
@@ -209,7 +228,7 @@ class _Header:
     """A cursor over the header that cannot leave the file."""
 
     def __init__(self, data: mmap.mmap, size: int) -> None:
-        self.data, self.size, self.at, self.budget = data, size, 0, _MAX_STRINGS
+        self.data, self.size, self.at, self.spent = data, size, 0, 0
 
     def take(self, count: int, what: str) -> int:
         """Where the next ``count`` bytes begin."""
@@ -229,25 +248,37 @@ class _Header:
             raise ValueError(f"{what} must be at most {limit}, got {found}")
         return found
 
-    def string(self, what: str) -> str:
-        return self.strings(1, what)[0]
+    def spend(self, cost: int, what: str, most: int = 0) -> None:
+        """Count what a value takes in memory, ``most`` for a moment."""
+        self.spent += cost
+        if self.spent + most > self.at + _BUDGET:
+            raise ValueError(
+                f"the header must take at most {_BUDGET} bytes of memory beyond its own, got more at {what}"
+            )
 
-    def strings(self, count: int, what: str) -> list[str]:
-        self.budget -= count
-        if self.budget < 0:
-            raise ValueError(f"the header must hold at most {_MAX_STRINGS} strings, got more with {what}")
-        found, at, data, length_at = [], self.at, self.data, struct.Struct("<Q").unpack_from
+    def name(self, what: str) -> str:
+        return self.strings(1, what, _MAX_NAME)[0]
+
+    def strings(self, count: int, what: str, limit: int = _MAX_TEXT) -> list[str]:
+        found, data, size, length_at = [], self.data, self.size, struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if self.size - at < 8 or (length := length_at(data, at)[0]) > self.size - at - 8:
-                raise ValueError(f"{what} at byte {at} must lie within the file of {self.size} bytes")
-            found.append(data[at + 8 : at + 8 + length].decode("utf-8", "replace"))
-            at += 8 + length
-        self.at = at
+            at = self.at
+            if size - at < 8 or (length := length_at(data, at)[0]) > size - at - 8:
+                raise ValueError(f"{what} at byte {at} must lie within the file of {size} bytes")
+            if length > limit:
+                raise ValueError(f"{what} at byte {at} must have at most {limit} bytes, got {length}")
+            self.at = at + 8 + length
+            if length > _MAX_NAME:
+                # One letter beyond 16 bits makes a string of four bytes a letter.
+                self.spend(0, what, 4 * length)
+            text = data[at + 8 : self.at].decode("utf-8", "replace")
+            self.spend(sys.getsizeof(text) + _STRING_COST, what)
+            found.append(text)
         return found
 
     def value(self, kind: int, what: str) -> Any:
         if kind == _STRING:
-            return self.string(what)
+            return self.strings(1, what)[0]
         if kind == _ARRAY:
             return self.array(what, 1)
         dtype = self.scalar(kind, what)
@@ -262,13 +293,14 @@ class _Header:
         return np.dtype(_SCALARS[kind])
 
     def array(self, what: str, depth: int) -> Any:
+        self.spend(_ARRAY_COST, what)
         if depth > _MAX_DEPTH:
             raise ValueError(f"arrays in {what} must be nested at most {_MAX_DEPTH} deep, got more")
         kind = self.number("<I", f"the element type of {what}")
         count = self.number("<Q", f"the length of {what}")
         if kind in (_STRING, _ARRAY):
             # Each element begins with 8 bytes at least.
-            if count > min((self.size - self.at) // 8, _MAX_STRINGS):
+            if count > (self.size - self.at) // 8:
                 raise ValueError(f"the length of {what} must fit the file, got {count}")
             return self.strings(count, what) if kind == _STRING else [self.array(what, depth + 1) for _ in range(count)]
         dtype = self.scalar(kind, what)
@@ -287,18 +319,20 @@ class _Header:
         keys = self.limited("<Q", _MAX_KEYS, "the number of keys")
         metadata: dict[str, Any] = {}
         for i in range(keys):
-            key = self.string(f"the name of key {i}")
+            key = self.name(f"the name of key {i}")
+            self.spend(_KEY_COST, repr(key))
             if key in metadata:
                 raise ValueError(f"keys must differ, got {key!r} twice")
             metadata[key] = self.value(self.number("<I", f"the type of {key!r}"), repr(key))
         found = [self.info(i) for i in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment must be a power of two, got {alignment!r}")
+            raise ValueError(f"general.alignment must be a power of two, got {brief(alignment)}")
         return metadata, self.placed(found, -(-self.at // alignment) * alignment, alignment)
 
     def info(self, i: int) -> TensorInfo:
-        name = self.string(f"the name of tensor {i}")
+        name = self.name(f"the name of tensor {i}")
+        self.spend(_TENSOR_COST, repr(name))
         dims = [
             self.number("<Q", f"dimension of {name!r}") for _ in range(self.limited("<I", 4, f"the rank of {name!r}"))
         ]
@@ -355,35 +389,42 @@ def write(
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"gguf.write: metadata must have general.architecture, got {architecture!r}")
+    for name in (*metadata, *tensors):
+        if len(name.encode()) > _MAX_NAME:
+            raise ValueError(f"gguf.write: a name must have at most {_MAX_NAME} bytes, got {brief(name)}")
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    writer = gguf.GGUFWriter(partial, architecture)
-    numbers = {dtype: number for number, (_, _, _, dtype) in _PLAIN.items()}
-    try:
-        for key, value in metadata.items():
-            if key != "general.architecture":
-                _add(gguf, writer, key, value)
-        if "general.alignment" in metadata:
-            writer.data_alignment = int(metadata["general.alignment"])
-        for name, tensor in tensors.items():
-            if isinstance(tensor, QuantTensor):
-                number, rows = FORMATS[tensor.format].ggml, tensor.blocks
-            elif isinstance(tensor, Tensor) and tensor.dtype in numbers:
-                number, rows = numbers[tensor.dtype], tensor.detach()
-            else:
-                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"gguf.write: {name} must be a tensor of a type that GGUF has, got {got}")
-            rows = rows.cpu().contiguous().view(rows.shape or 1)
-            data = (rows if rows.dtype == torch.uint8 else rows.view(torch.uint8)).numpy()
-            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(number))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    # A folder of our own beside the target, so that no file or link that is there is written to.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name[:64]}.", dir=path.parent) as folder:
+        partial = Path(folder) / "partial"
+        writer = gguf.GGUFWriter(partial, architecture)
+        try:
+            _write(gguf, writer, metadata, tensors)
+        finally:
+            writer.close()
         partial.replace(path)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
+
+
+def _write(gguf: Any, writer: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor | QuantTensor]) -> None:
+    numbers = {dtype: number for number, (_, _, _, dtype) in _PLAIN.items()}
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            _add(gguf, writer, key, value)
+    if "general.alignment" in metadata:
+        writer.data_alignment = int(metadata["general.alignment"])
+    for name, tensor in tensors.items():
+        if isinstance(tensor, QuantTensor):
+            number, rows = FORMATS[tensor.format].ggml, tensor.blocks
+        elif isinstance(tensor, Tensor) and tensor.dtype in numbers:
+            number, rows = numbers[tensor.dtype], tensor.detach()
+        else:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"gguf.write: {name} must be a tensor of a type that GGUF has, got {got}")
+        rows = rows.cpu().contiguous().view(rows.shape or 1)
+        data = (rows if rows.dtype == torch.uint8 else rows.view(torch.uint8)).numpy()
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(number))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
 
 
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
@@ -393,6 +434,8 @@ def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
     if isinstance(value, bool):
         kind = kinds.BOOL
     elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise ValueError(f"gguf.write: {key} must fit 64 bits, got {value}")
         kind = next(
             kind
             for kind, low, high in (

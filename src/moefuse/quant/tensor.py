@@ -25,7 +25,7 @@ class QuantTensor:
 
     Attributes:
         blocks: uint8 ``[E, N, bytes of a row]``; rows follow each other without gaps, experts at any stride.
-        format: a name in `moefuse.quant.formats.FORMATS`.
+        format: a name in `moefuse.quant.formats.FORMATS`; "q4_k" becomes "Q4_K".
         exact: keep activations in float32. Otherwise a backend may round them to 8 bits per block, for speed.
 
     >>> blocks = torch.tensor([0, 60] + [1, 255] * 16, dtype=torch.uint8)  # scale 1, then 1, -1, 1, -1, ..
@@ -42,6 +42,8 @@ class QuantTensor:
 
     def __post_init__(self) -> None:
         form = format_of(self.format)
+        if form.name != self.format:
+            object.__setattr__(self, "format", form.name)
         blocks = self.blocks
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
             got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
@@ -128,6 +130,18 @@ def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:
 def unwrap(weight: Any) -> tuple[Any, str | None]:
     """A weight as an op's schema carries it."""
     return (weight.blocks, weight.spec) if isinstance(weight, QuantTensor) else (weight, None)
+
+
+def spec_of(text: str) -> str:
+    """A `QuantTensor.spec` as a user writes it.
+
+    >>> spec_of("q4_k:exact")
+    'Q4_K:exact'
+    """
+    name, colon, mode = text.partition(":")
+    if colon + mode.lower() not in ("", _EXACT):
+        raise ValueError(f"weights: a format may end in :exact, got {text!r}")
+    return format_of(name).name + (_EXACT if mode else "")
 
 
 def format_in(spec: str) -> str:

@@ -39,14 +39,13 @@ FORMATS = frozenset(_native.FORMATS)
 
 
 def unavailable() -> str | None:
-    """None, or why this backend cannot run here. Puts the instruction set asked for in place."""
+    """None, or why this backend cannot run here. Puts the instruction set asked for in place.
+
+    One that was asked for and is not there is an error: nothing may move on to another unnoticed.
+    """
     if _native.core is None:
         return f"the native library was not built with this install ({_native.import_error})"
-    forced = config.cpu_isa()
-    try:
-        _native.core.set_isa(forced or _native.core.isas()[0])
-    except ValueError as error:
-        return str(error)
+    _native.core.set_isa(config.cpu_isa(_native.core.isas()))
     return None
 
 

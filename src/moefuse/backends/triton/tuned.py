@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import math
-import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,10 +124,11 @@ def keep(device: torch.device, tiles: Mapping[str, Tile | None]) -> None:
     found[card(device)] = {name: tile for name, tile in mine.items() if tile is not None}
     plain = {owner: {name: dataclasses.asdict(t) for name, t in mine.items()} for owner, mine in found.items()}
     path().parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and moved: whoever reads meanwhile has the old file or the new one.
-    draft = path().with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"moefuse tiles": _FORMAT, "cards": plain}, indent=1))
-    draft.replace(path())
+    # Written beside, in a folder of our own, and moved: whoever reads meanwhile has the old file or the new one.
+    with tempfile.TemporaryDirectory(dir=path().parent) as folder:
+        draft = Path(folder) / path().name
+        draft.write_text(json.dumps({"moefuse tiles": _FORMAT, "cards": plain}, indent=1))
+        draft.replace(path())
     forget()
 
 

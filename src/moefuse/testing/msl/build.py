@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -69,10 +70,22 @@ def _cache() -> Path:
     """Where libraries are kept: the user's cache, or for this process alone where that cannot be written."""
     home = config.cache() / "msl"
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return Path(tempfile.mkdtemp(prefix="moefuse-msl-"))
+    _refuse_foreign(home)
     return home
+
+
+def _refuse_foreign(path: Path) -> None:
+    """What lies in the cache is loaded and run, so nobody else may have put it there."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"the simulator runs what it finds in its cache, so {path} must be yours and writable by nobody else: "
+            "remove it, or set MOEFUSE_CACHE to a folder of your own"
+        )
 
 
 def _built(name: str, key: str, build: Callable[[Path], None]) -> Path:
@@ -82,7 +95,9 @@ def _built(name: str, key: str, build: Callable[[Path], None]) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             build(made)
+            made.chmod(0o700)
             os.replace(made, target)
+    _refuse_foreign(target)
     return target
 
 

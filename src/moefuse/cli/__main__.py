@@ -1,5 +1,0 @@
-"""``python -m moefuse.cli``, for environments where the command is not on the path."""
-
-from moefuse.cli import main
-
-main()
