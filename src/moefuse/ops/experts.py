@@ -98,7 +98,9 @@ def experts(
     inputs = (x, weights, *stacks, gate_up_bias, down_bias, *tail[:5])
     tracked = False
     if out is None and normed_out is None:
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        # Inside a compiled torch.func.grad no tensor says that it requires a gradient.
+        hidden = torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        tracked = torch.is_grad_enabled() and (hidden or any(t is not None and t.requires_grad for t in inputs))
     else:
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, out, normed_out, inputs)
     if tracked:
