@@ -127,3 +127,45 @@ def test_foreign_child_is_refused() -> None:
 def test_dense_mlp_is_refused() -> None:
     with pytest.raises(ValueError, match=r"router and stacked experts, got Linear"):
         MoE.from_hf(nn.Linear(4, 4))
+
+
+def interleaved(block: nn.Module, bias: bool) -> nn.Module:
+    """The block with gate and up rows of its experts by turns, which the shared expert does not have."""
+    experts = block.experts
+
+    class Interleaved(type(experts)):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+    experts.__class__, experts.is_concatenated, experts.has_bias = Interleaved, False, bias
+    if bias:
+        E, rows, H = experts.gate_up_proj.shape
+        experts.gate_up_proj_bias = nn.Parameter(0.1 * torch.randn(E, rows))
+        experts.down_proj_bias = nn.Parameter(0.1 * torch.randn(E, H))
+    experts.config._experts_implementation = "batched_mm"  # eager knows neither layout nor biases
+    return block
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("layout", "bias"), [("halves", False), ("interleaved", False), ("interleaved", True)])
+@pytest.mark.parametrize("router", ["Qwen2MoeTopKRouter", "DeepseekV3TopkRouter", "Qwen3MoeTopKRouter"])
+def test_layout_belongs_to_a_stack(router: str, layout: str, activation: str, bias: bool) -> None:
+    block = make_block(router, hidden_act=activation)
+    if layout == "interleaved":
+        block = interleaved(block, bias)
+    x = torch.randn(2, 9, _SIZES["hidden_size"])
+    module = MoE.from_hf(block)
+    assert module.layout == layout
+    with torch.no_grad():
+        assert difference(module(x), run_block(block, x).double()).worst < 2e-5
+
+
+def test_gradients_reach_a_shared_expert() -> None:
+    block = make_block("DeepseekV3TopkRouter")
+    x = torch.randn(1, 6, _SIZES["hidden_size"])
+    run_block(block, x).square().sum().backward()
+    want = {name: value.grad.clone() for name, value in block.named_parameters()}
+    block.zero_grad()
+    MoE.from_hf(block)(x).square().sum().backward()
+    for name, value in block.named_parameters():
+        assert difference(value.grad, want[name].double(), whole=True).worst < 2e-5, name

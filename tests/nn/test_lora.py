@@ -36,6 +36,31 @@ def test_adapters_are_what_merging_makes_of_them(target: tuple[str, str], activa
     assert difference(beside, without.double().cpu()).worst > 1e-2
 
 
+def test_gate_and_up_apart_are_merged_into_each() -> None:
+    made = MoE(32, 16, 8, Routing(top_k=3), bias=True)
+    made.gate_up, made.up = (torch.nn.Parameter(part.detach().clone()) for part in made.gate_up.chunk(2, 1))
+    lora = add_lora(made, rank=4)
+    x = torch.randn(30, 32)
+    with torch.no_grad():
+        lora.gate_up_b.normal_(std=0.5)
+        lora.down_b.normal_(std=0.5)
+        beside = made(x)
+        merge_lora(made)
+        assert difference(beside, made(x).double()).worst < 1e-5
+
+
+def test_adapters_take_the_type_of_the_input() -> None:
+    made = adapted()
+    x = torch.randn(30, 32)
+    with torch.no_grad():
+        want = made(x)
+        for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
+            getattr(made, name).data = getattr(made, name).data.bfloat16()
+        got = made(x.bfloat16())
+    assert made.lora.gate_up_a.dtype == torch.float32
+    assert difference(got, want.double()).worst < 0.1
+
+
 def test_a_new_adapter_changes_no_result() -> None:
     made = MoE(32, 16, 8, Routing(top_k=3))
     x = torch.randn(30, 32)
@@ -71,7 +96,7 @@ def test_only_adapters_learn_and_their_gradients_are_right(target: tuple[str, st
 
 def test_mistakes_are_named() -> None:
     made = MoE(32, 16, 8, Routing(top_k=3))
-    with pytest.raises(ValueError, match="rank must be from 1 to min"):
+    with pytest.raises(ValueError, match="rank must not exceed min"):
         add_lora(made, rank=17)
     with pytest.raises(ValueError, match="no adapters"):
         merge_lora(made)

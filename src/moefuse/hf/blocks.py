@@ -15,7 +15,7 @@ from moefuse import experts, gate
 from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation, restore_order, stacks_of
 from moefuse.hf.register import NAME
-from moefuse.hf.support import on_interface
+from moefuse.hf.support import interface_of, on_interface
 from moefuse.nn.recognize import BlockRule, NotRecognized, block_of, layout_of, mlp_of, structure_of
 from moefuse.types import Activation
 
@@ -80,7 +80,7 @@ def patch(model: nn.Module) -> PatchReport:
     left_alone: dict[str, str] = {}
     seen: dict[Any, Any] = {}
     for path, _ in list(on_interface(model)):
-        block_path = path.rpartition(".")[0]
+        block_path = path.partition(".base_layer")[0].rpartition(".")[0]  # PEFT keeps what it wraps as base_layer
         block: Any = model.get_submodule(block_path)
         if hasattr(block, "_moefuse"):
             patched.append(block_path)
@@ -137,6 +137,8 @@ def _rules_of(block: nn.Module, seen: dict[Any, Any]) -> tuple[BlockRule, Activa
 
 def _understand(block: nn.Module, seen: dict[Any, Any]) -> _Fused:
     module = block.get_submodule("experts") if isinstance(getattr(block, "experts", None), nn.Module) else None
+    if module is not None and interface_of(module) is None and not isinstance(module, BlockExperts):
+        raise NotRecognized(f"its experts are wrapped in {type(module).__name__}")
     activation = None if module is None else known_activation(module)
     if module is not None and activation is None:
         raise NotRecognized("the gate of its experts is not one of ours")
@@ -200,11 +202,12 @@ def _may_fuse(block: Any, fused: _Fused, hidden_states: Tensor) -> bool:
     """Nothing looks at the block's parts, and they are still what was understood."""
     if block.training and not fused.rule.same_in_training:
         return False
+    # Before anything is read off the experts: what stands in their place may be another kind of module.
+    if _recording_routers() or not all(_is_bare(*part) for part in fused.parts):
+        return False
     module, dtype = block.experts, hidden_states.dtype
     fits = module.takes(dtype) if isinstance(module, BlockExperts) else dtype == module.down_proj.dtype
-    if not fits or dtype == torch.float64:
-        return False
-    return not _recording_routers() and all(_is_bare(*part) for part in fused.parts)
+    return fits and dtype != torch.float64
 
 
 def _recording_routers() -> bool:

@@ -68,7 +68,7 @@ def _lay_rows_along_the_input(stack: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or stack.device.type != "cpu" or stack.stride(1) == 1:
         return
-    if type(stack) in (Tensor, nn.Parameter):
+    if type(stack) in (Tensor, nn.Parameter) and stack.is_leaf:  # a sum of weight and adapter is made for one call
         with torch.inference_mode(False):  # the new memory must stay fit for training
             stack.data = stack.data.transpose(1, 2).contiguous().transpose(1, 2)
 

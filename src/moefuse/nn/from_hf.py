@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moefuse.nn.recognize import NotRecognized, activation_of, block_of, layout_of, mlp_of
@@ -23,13 +22,13 @@ def _expert_tensors(experts: Any) -> dict[str, Tensor]:
 
 
 def _shared_tensors(shared: Any, activation: Activation) -> dict[str, Tensor]:
-    """The shared expert's stacks; ``gate_proj`` and ``up_proj`` are joined, once."""
+    """The shared expert's weights; gate and up stay apart, so that they are the block's own."""
     if mlp_of(shared) != Activation(activation.kind, activation.gated):
         raise NotRecognized(f"the shared expert must be an MLP like the experts, got {type(shared).__name__}")
-    joined = shared.up_proj.weight
+    found = {"shared_gate_up": shared.up_proj.weight, "shared_down": shared.down_proj.weight}
     if activation.gated:
-        joined = torch.cat((shared.gate_proj.weight.detach(), joined.detach()))
-    return {"shared_gate_up": joined, "shared_down": shared.down_proj.weight}
+        found |= {"shared_gate_up": shared.gate_proj.weight, "shared_up": shared.up_proj.weight}
+    return found
 
 
 def read_block(block: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:

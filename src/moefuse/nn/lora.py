@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moefuse.ops.checks import check_count
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.types import Plan
 
@@ -38,14 +39,14 @@ class ExpertsLoRA(nn.Module):
 
     def up(self, x: Tensor, plan: Plan, backend: str | None) -> Tensor:
         """What the adapter adds to the pre-activation, ``[S, 2I]`` expert-major, for tokens ``[T, H]``."""
-        inner = grouped_linear(x, self.gate_up_a, plan, gather=True, scatter=False, backend=backend)
-        added = grouped_linear(inner, self.gate_up_b, plan, gather=False, scatter=False, backend=backend)
+        inner = grouped_linear(x, self.gate_up_a.to(x.dtype), plan, gather=True, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.gate_up_b.to(x.dtype), plan, gather=False, scatter=False, backend=backend)
         return self.scale * added
 
     def down(self, hidden: Tensor, plan: Plan, backend: str | None) -> Tensor:
         """What it adds to the experts' outputs, ``[S, H]`` expert-major, for hidden rows ``[S, I]``."""
-        inner = grouped_linear(hidden, self.down_a, plan, gather=False, scatter=False, backend=backend)
-        added = grouped_linear(inner, self.down_b, plan, gather=False, scatter=False, backend=backend)
+        inner = grouped_linear(hidden, self.down_a.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
         return self.scale * added
 
     def extra_repr(self) -> str:
@@ -75,8 +76,9 @@ def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoR
         raise ValueError(
             f"add_lora: the block has adapters of rank {block.lora.rank} already; merge_lora folds them in"
         )
-    if not 1 <= rank <= min(H, I):
-        raise ValueError(f"add_lora: rank must be from 1 to min(H, I) = {min(H, I)}, got {rank}")
+    check_count("add_lora", "rank", rank, 1)
+    if rank > min(H, I):
+        raise ValueError(f"add_lora: rank must not exceed min(H, I) = {min(H, I)}, got {rank}")
     block.requires_grad_(False)
     block.lora = ExpertsLoRA(block, rank, 2.0 * rank if alpha is None else alpha)
     return block.lora
@@ -99,7 +101,9 @@ def merge_lora(block: MoE) -> None:
         raise ValueError("merge_lora: the block has no adapters; add_lora gives it some")
     if block.specs:
         raise ValueError("merge_lora: experts in blocks cannot take a delta; keep the adapters beside them")
-    for weight, a, b in ((block.gate_up, lora.gate_up_a, lora.gate_up_b), (block.down, lora.down_a, lora.down_b)):
+    first = (block.gate_up,) if block.up is None else (block.gate_up, block.up)
+    pairs = [(weight, lora.gate_up_a, b) for weight, b in zip(first, lora.gate_up_b.chunk(len(first), 1), strict=True)]
+    for weight, a, b in (*pairs, (block.down, lora.down_a, lora.down_b)):
         for e in range(weight.shape[0]):
             delta = lora.scale * (b[e].float() @ a[e].float())
             weight[e].copy_(weight[e].float() + delta)

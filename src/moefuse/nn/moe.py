@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from moefuse.nn.lora import ExpertsLoRA
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
-from moefuse.ops.activation import glu
-from moefuse.ops.checks import widen
+from moefuse.ops.activation import check_activation, check_layout, glu
+from moefuse.ops.checks import FLOATS, check_count, check_eps, check_instance, widen
 from moefuse.ops.combine import combine
-from moefuse.ops.experts import experts
+from moefuse.ops.experts import apart, experts
 from moefuse.ops.gate import gate
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
 from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor, wrap
-from moefuse.types import LAYOUTS, Activation, Routing
+from moefuse.types import Activation, Routing
 
 
 class MoE(nn.Module):
@@ -37,12 +37,13 @@ class MoE(nn.Module):
         num_experts: ``E``.
         routing: the rule.
         activation: a name or an `Activation`.
-        layout: how gate and up rows stand in ``gate_up``.
+        layout: how gate and up rows stand in ``gate_up``, and by default in ``shared_gate_up``.
         bias: experts have biases.
         logit_bias: the router product has a bias.
         selection_bias: a buffer that is added to the scores for selection only.
         per_expert_scale: a learned factor per expert.
         shared_intermediate: size of the shared expert; 0 for none.
+        shared_layout: how gate and up rows stand in ``shared_gate_up``.
         shared_gate: the shared expert is weighted by the sigmoid of a learned product.
         norm: RMSNorm of the input before router and experts.
         next_norm: also return the RMSNorm of the result, for the layer that follows.
@@ -71,6 +72,7 @@ class MoE(nn.Module):
         selection_bias: bool = False,
         per_expert_scale: bool = False,
         shared_intermediate: int = 0,
+        shared_layout: str | None = None,
         shared_gate: bool = False,
         norm: bool = False,
         next_norm: bool = False,
@@ -80,19 +82,34 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("hidden", hidden), ("intermediate", intermediate), ("num_experts", num_experts)):
+            check_count("MoE", name, size, 1)
+        check_count("MoE", "shared_intermediate", shared_intermediate, 0)
         check_routing("MoE", routing, num_experts)
-        if layout not in LAYOUTS:
-            raise ValueError(f"MoE: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        shared_layout = layout if shared_layout is None else shared_layout
+        check_layout("MoE", layout)
+        check_layout("MoE", shared_layout)
+        check_eps("MoE", "eps", eps)
+        flags = {
+            "bias": bias, "logit_bias": logit_bias, "selection_bias": selection_bias,
+            "per_expert_scale": per_expert_scale, "shared_gate": shared_gate, "norm": norm, "next_norm": next_norm,
+        }  # fmt: skip
+        for name, flag in flags.items():
+            check_instance("MoE", name, flag, bool)
         if shared_gate and not shared_intermediate:
             raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
-        self.routing, self.layout, self.eps = routing, layout, eps
+        if router_training is not None:
+            check_instance("MoE", "router_training", router_training, RouterTraining)
+        if dtype not in (None, *FLOATS):
+            raise TypeError(f"MoE: dtype must be a floating-point type, got {dtype}")
+        self.routing, self.layout, self.shared_layout, self.eps = routing, layout, shared_layout, eps
         self.router_training = router_training
         self.auxiliary_loss: Tensor | None = None
         self.stats: RoutingStats | None = None
         self.lora: ExpertsLoRA | None = None
         #: name of a weight in blocks -> its `QuantTensor.spec`
         self.specs: dict[str, str] = {}
-        self.activation = Activation.of(activation)
+        self.activation = check_activation("MoE", activation)
         E, H, I = num_experts, hidden, intermediate
         rows = self.activation.width
 
@@ -179,16 +196,21 @@ class MoE(nn.Module):
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
         return module.requires_grad_(False)
 
-    def stack(self, name: str) -> Any:
-        """A weight, in its blocks where it has them; a shared expert's as a stack of one."""
+    def stack(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        """A weight, in its blocks where it has them, else in ``dtype`` where that is given; a shared expert's as a
+        stack of one."""
         value = getattr(self, name)
         if value is None:
             return None
-        return wrap(value.unsqueeze(0) if value.dim() == 2 else value, self.specs.get(name))
+        spec = self.specs.get(name)
+        if spec is None and dtype is not None:
+            value = value.to(dtype)
+        return wrap(value.unsqueeze(0) if value.dim() == 2 else value, spec)
 
-    def _first(self, gate: str, up: str) -> Any:
-        first, second = self.stack(gate), self.stack(up)
-        return first if second is None else (first, second)
+    def _first(self, prefix: str, layout: str, dtype: torch.dtype | None) -> tuple[Any, str]:
+        """Gate and up, and how their rows stand: in ``layout`` where they are one stack."""
+        joined, up = self.stack(f"{prefix}gate_up", dtype), self.stack(f"{prefix}up", dtype)
+        return (joined, layout) if up is None else ((joined, up), "halves")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -205,26 +227,63 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, backend: str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``[.., H]`` to ``[.., H]``, or to ``(out, normed)`` with ``next_norm``; ``residual`` is added to out."""
+        """``[.., H]`` to ``[.., H]``, or to ``(out, normed)`` with ``next_norm``; ``residual`` is added to out.
+
+        Under ``torch.autocast`` the products of the experts are in its type, whatever x and weights are; router, norms
+        and sums are float32 as ever.
+        """
+        self._check(x, residual)
+        kind = x.device.type
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return self._forward(x, residual, backend, None)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return self._forward(x, residual, backend, dtype)
+
+    def _check(self, x: Any, residual: Any) -> None:
+        H = self.router.shape[1]
+        check_instance("MoE", "x", x, Tensor)
+        if x.dim() < 1 or x.shape[-1] != H:
+            raise ValueError(f"MoE: x must be [.., hidden={H}], got shape {list(x.shape)}")
+        if residual is not None:
+            check_instance("MoE", "residual", residual, Tensor)
+            if residual.shape != x.shape:
+                raise ValueError(f"MoE: residual must be {list(x.shape)} like x, got {list(residual.shape)}")
+
+    def _forward(
+        self, x: Tensor, residual: Tensor | None, backend: str | None, dtype: torch.dtype | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Products in ``dtype``, or in the type that x and the stacks have."""
         rows = x.reshape(-1, x.shape[-1])
+        gate_up, layout = self._first("", self.layout, dtype)
+        down = self.stack("down", dtype)
+        if dtype is None:
+            plain = next((w for w in (*apart(gate_up), down) if isinstance(w, Tensor)), x)
+            if plain.dtype != x.dtype:
+                raise TypeError(
+                    f"MoE: x must have the type of the experts, {plain.dtype}, got {x.dtype}: cast one of the two, or "
+                    "run under torch.autocast"
+                )
         weights, ids, normed = self._route(rows, backend)
+        if dtype is not None:
+            normed = normed.to(dtype)
         if self.stats is not None:
             self.stats.record(ids, weights)
-        shared, shared_logit = self._shared(normed, backend)
+        shared, shared_logit = self._shared(normed, backend, dtype)
         tail: dict[str, Any] = {
             "shared": shared, "shared_logit": shared_logit, "norm_weight": self.next_norm_weight, "eps": self.eps,
             "residual": None if residual is None else residual.reshape(rows.shape), "backend": backend,
         }  # fmt: skip
         if self.lora is None:
             result = experts(
-                normed, ids, weights, self._first("gate_up", "up"), self.stack("down"), activation=self.activation,
-                layout=self.layout, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
+                normed, ids, weights, gate_up, down, activation=self.activation, layout=layout,
+                gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
             )  # fmt: skip
         else:
-            result = self._adapted(self.lora, normed, ids, weights, tail)
+            result = self._adapted(self.lora, normed, ids, weights, gate_up, down, layout, tail)
         if isinstance(result, tuple):
-            return result[0].view(x.shape), result[1].view(x.shape)
-        return result.view(x.shape)
+            return _shaped(result[0], x), _shaped(result[1], x)
+        return _shaped(result, x)
 
     def _route(self, rows: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, ids and the experts' input; in training with the router's losses and noise."""
@@ -249,32 +308,34 @@ class MoE(nn.Module):
         self.auxiliary_loss = rule.loss(logits, ids, self.routing)
         return weights, ids, normed.to(rows.dtype)
 
-    def _adapted(self, lora: ExpertsLoRA, x: Tensor, ids: Tensor, weights: Tensor, tail: dict[str, Any]) -> Any:
+    def _adapted(
+        self, lora: ExpertsLoRA, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, layout: str,
+        tail: dict[str, Any],
+    ) -> Any:  # fmt: skip
         """The experts with adapters beside both products."""
         E, backend = self.router.shape[0], tail["backend"]
         to = plan(ids, E, backend=backend)
-        first = self._first("gate_up", "up")
-        stacks = first if isinstance(first, tuple) else (first,)
+        stacks = gate_up if isinstance(gate_up, tuple) else (gate_up,)
         biases = [None] * len(stacks) if self.gate_up_bias is None else self.gate_up_bias.chunk(len(stacks), -1)
         parts = [
             grouped_linear(x, stack, to, gather=True, scatter=False, bias=bias, backend=backend)
             for stack, bias in zip(stacks, biases, strict=True)
         ]
         z = torch.cat(parts, -1) + lora.up(x, to, backend)
-        hidden = glu(z, self.activation, layout=self.layout, backend=backend)
-        down = self.stack("down")
+        hidden = glu(z, self.activation, layout=layout, backend=backend)
         y = grouped_linear(hidden, down, to, gather=False, scatter=False, bias=self.down_bias, backend=backend)
         live = torch.where((ids >= 0) & (ids < E), weights, 0.0)
         return combine(y + lora.down(hidden, to, backend), live, inverse=to.inverse, **tail)
 
-    def _shared(self, x: Tensor, backend: str | None) -> tuple[Any, Tensor | None]:
+    def _shared(self, x: Tensor, backend: str | None, dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
         """The shared expert, which is one expert that every token goes to, and the logit of its gate."""
         if self.shared_gate_up is None or self.shared_down is None:
             return None, None
         to_it = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
         ones = x.new_ones((x.shape[0], 1))
-        stacks = self._first("shared_gate_up", "shared_up"), self.stack("shared_down")
-        out = experts(x, to_it, ones, *stacks, activation=self.activation, layout=self.layout, backend=backend)
+        gate_up, layout = self._first("shared_", self.shared_layout, dtype)
+        down = self.stack("shared_down", dtype)
+        out = experts(x, to_it, ones, gate_up, down, activation=self.activation, layout=layout, backend=backend)
         if self.shared_gate is None:
             return out, None
         return out, widen(x) @ widen(self.shared_gate)
@@ -285,3 +346,8 @@ class MoE(nn.Module):
         sizes = f"hidden={H}, intermediate={I}, num_experts={E}{shared}"
         formats = "".join(f", {name}={spec}" for name, spec in self.specs.items())
         return f"{sizes}{formats}, activation={self.activation.kind}, {self.routing}"
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """``[T, H]`` in the leading dimensions of ``like``; not a view to autograd, for whose hooks FSDP2 would fear."""
+    return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, list(like.shape))

@@ -59,7 +59,10 @@ def check_weight(op: str, name: str, value: Any, dims: Mapping[str, int | None],
         return
     check_tensor(op, name, value, dims, like=x)
     if value.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} must have the type of x, {x.dtype}, got {value.dtype}")
+        raise TypeError(
+            f"{op}: {name} must have the type of x, {x.dtype}, got {value.dtype}: cast one of the two, for ops do not "
+            "autocast"
+        )
 
 
 def check_optional(op: str, name: str, value: Any, dims: Mapping[str, int | None], like: Tensor) -> None:
@@ -81,6 +84,13 @@ def check_float64(op: str, tensors: dict[str, Tensor | None]) -> None:
 
 def check_eps(op: str, name: str, eps: Any) -> None:
     check_number(op, name, eps, 0.0, "finite and not negative")
+
+
+def check_count(op: str, name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
 
 def check_instance(op: str, name: str, value: Any, kind: type) -> None:

@@ -106,7 +106,9 @@ def experts(
     check_tail("experts", tail, x.shape[0], x)
     tracked = False
     if out is None and normed_out is None:
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        # Inside a compiled torch.func.grad no tensor says that it requires a gradient.
+        hidden = torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        tracked = torch.is_grad_enabled() and (hidden or any(t is not None and t.requires_grad for t in tensors))
     else:
         named = dict(zip(_TENSORS, tensors, strict=True))
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, named)

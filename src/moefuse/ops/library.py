@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefuse.ops import select
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str))
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
+_BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")  # of torch.autograd.grad(is_grads_batched=True)
+_AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastMPS": "mps"}
 
 
 #: what rests on torch's internals -> None where they were seen to hold, or why it is off
@@ -62,17 +66,21 @@ _DIRECT = prove("calls past the dispatcher", _watchers_show)
 
 
 def unwatched() -> bool:
-    """Whether no tracing and no transform is under way."""
+    """Whether no tracing, no transform and no autocast is under way."""
     if not _DIRECT:
         return False
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
+        return False
+    if torch._C._is_any_autocast_enabled():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 def untraced(args: tuple[Any, ...]) -> bool:
     """Whether no tracing and no transform watches a call with these arguments."""
-    return unwatched() and _PLAIN_TYPES.issuperset(map(type, args))
+    if not unwatched() or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS):
+        return False
+    return _PLAIN_TYPES.issuperset(map(type, args))
 
 
 def _is_plain_eager(args: tuple[Any, ...]) -> bool:
@@ -82,7 +90,63 @@ def _is_plain_eager(args: tuple[Any, ...]) -> bool:
     """
     if not untraced(args):
         return False
-    return not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    # What a transform that is over has wrapped, such as a function of torch.func.vjp keeps, has no memory of its own.
+    return not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+def _outside_autocast(overload: Any, device: str) -> Callable[..., Any]:
+    """What autocast calls: the op as it is, with no product inside it cast."""
+
+    def call(*args: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return overload(*args)
+
+    return call
+
+
+def _under_autograd(
+    name: str, overload: Any, backward: Callable[..., Any] | None, setup_context: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """What autograd calls. Unlike torch.library's own it serves torch.func and refuses forward-mode derivatives, which
+    torch would take for zero."""
+
+    def below(keys: Any, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    class Differentiated(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:  # the keys come last, so that gradients count from the first
+            outer = torch._C._are_functorch_transforms_active()  # a transform around this one may differentiate, too
+            with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
+                result = below(args[-1], args[:-1])
+            if setup_context is not None:
+                setup_context(ctx, args[:-1], result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            assert backward is not None
+            return *backward(ctx, *grads), None
+
+    def call(keys: Any, *args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        op = name.removesuffix("_out")
+        if not unwatched() and any(torch._VF._unpack_dual(t, level=0)[1] is not None for t in tensors):
+            raise NotImplementedError(
+                f"{op}: forward-mode derivatives (jvp, jacfwd) are not supported, got a tangent; reverse mode is"
+            )
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return below(keys, args)
+        if backward is None:
+            raise RuntimeError(f"{op}: this form has no gradients, got an input that requires one")
+        with enable_single_level_autograd_function():
+            return Differentiated.apply(*args, keys)  # type: ignore[attr-defined]  # torch adds it in C++
+
+    return call
 
 
 def refuse_second_order(op: str) -> Callable[..., Any]:
@@ -114,11 +178,13 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    overload = getattr(torch.ops.moefuse, name).default
+    differentiate = _under_autograd(name, overload, backward, setup_context)
+    _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    for key, device in _AUTOCAST.items():
+        _LIBRARY.impl(name, _outside_autocast(overload, device), key)  # type: ignore[no-untyped-call]
     if reference is not None:
         select.REFERENCES[name] = reference
-    overload = getattr(torch.ops.moefuse, name).default
 
     def call(*args: Any) -> Any:
         if args[-1] is not None and not isinstance(args[-1], str):
