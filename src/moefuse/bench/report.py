@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moefuse import config
 from moefuse.bench.result import FLOOR, OURS, Result, Row
 
 FORMAT = 1
@@ -145,5 +146,5 @@ def write_json(result: Result, path: Path) -> None:
 
 def plot_unavailable() -> str | None:
     if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install 'moefuse[bench]'"
+        return f"--plot needs matplotlib: {config.install('matplotlib')}"
     return None

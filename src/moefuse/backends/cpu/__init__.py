@@ -41,7 +41,7 @@ FORMATS = frozenset(_native.FORMATS)
 def unavailable() -> str | None:
     """None, or why this backend cannot run here. Puts the instruction set asked for in place."""
     if _native.core is None:
-        return f"the native library was not built with this install ({_native.import_error})"
+        return f"its C++ kernels were not built with this install ({_native.import_error}): {config.rebuild()}"
     forced = config.cpu_isa()
     try:
         _native.core.set_isa(forced or _native.core.isas()[0])

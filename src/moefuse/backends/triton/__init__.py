@@ -39,7 +39,7 @@ _HOMES = {
 
 def unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install moefuse[triton])"
+        return f"triton is not installed: {config.install('triton')}"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return None if major >= 8 else f"it needs compute capability 8.0, this GPU has {major}.{minor}"
