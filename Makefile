@@ -25,11 +25,16 @@ bench: $(VENV)/.ready
 	$(BIN)/moefuse check
 	$(BIN)/moefuse bench olmoe --tokens 1,8,64 --against hf-grouped,hf-eager --plot demo/bench.png --save demo/bench.json
 
-test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow"
+# A worker per core, with one thread each; a file stays whole, for the fixtures its tests share.
+WORKERS := -n logical --dist loadfile
 
+# The short suite. Seeds are fixed, so that a failure comes back.
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
+
+# The long sweeps, with fresh seeds: each run looks where none has looked; a failure prints its seed.
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(WORKERS) --fresh-seeds
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests examples

@@ -1,6 +1,11 @@
-"""Set up once: what torch and Triton read when they load, and the backends that can run here as a fixture."""
+"""Set up once: what torch and Triton read when they load, seeds, and the backends that can run here as a fixture.
+
+Seeds are fixed, each test's by its name, so that a run can be repeated; ``--fresh-seeds`` draws new ones.
+"""
 
 import os
+import random
+import zlib
 
 # Machines exist that advertise AMX and trap on it; torch's own bf16 products would kill the test run there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -8,7 +13,12 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 # torch's threads must not spin for cores that another process has.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Workers of one run share the cores. Tests about threads set their number themselves.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
+import numpy
 import pytest
 import torch
 
@@ -25,9 +35,38 @@ def target(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    """Fresh random numbers; the seed is in the test's output when it fails."""
-    seed = torch.seed() % 2**31
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fresh-seeds", action="store_true", help="new random numbers instead of each test's own")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("fixed", derandomize=True)
+    hypothesis.settings.load_profile("default" if config.getoption("--fresh-seeds") else "fixed")
+
+
+def _seed(config: pytest.Config, name: str) -> int:
+    """Seed every generator, for a test or a fixture that several share."""
+    drawn = int.from_bytes(os.urandom(4)) if config.getoption("--fresh-seeds") else zlib.crc32(name.encode())
+    seed = drawn % 2**31
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    return seed
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+    if fixturedef.scope != "function":
+        _seed(request.config, f"{fixturedef.baseid}::{fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def drawn_seed(request: pytest.FixtureRequest) -> int:
+    """Of this test; in its output when it fails."""
+    seed = _seed(request.config, request.node.nodeid)
     print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+    return seed
+
+
+@pytest.fixture
+def rng(drawn_seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(drawn_seed)

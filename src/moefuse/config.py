@@ -1,4 +1,4 @@
-"""Every environment variable the package reads, and the only module that reads one.
+"""Every environment variable the package reads, and the only module that reads one; and how what is missing is got.
 
 =====================  =======================================================================
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
@@ -16,11 +16,17 @@ ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+#: optional package -> the versions that serve, as the extras in pyproject.toml have them
+OPTIONAL = {"triton": ">=3.6", "transformers": ">=5.7", "gguf": ">=0.17", "matplotlib": ">=3.8"}
 
 
 @functools.cache
@@ -51,6 +57,30 @@ def cache() -> Path:
 def triton_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on processor tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def install(package: str) -> str:
+    """The command that adds an optional package, whether this one came from an index, a wheel or a checkout."""
+    return f"pip install '{package}{OPTIONAL[package]}'"
+
+
+def _origin() -> str:
+    """What pip takes to install this package again: the checkout or file it came from, else its name."""
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f"-e '{checkout}'"
+    try:
+        noted = importlib.metadata.distribution("moefuse").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        noted = None
+    url = urlsplit(json.loads(noted)["url"] if noted else "")
+    return f"'{unquote(url.path)}'" if url.scheme == "file" else "moefuse"
+
+
+def rebuild() -> str:
+    """What to do where the C++ kernels were not built, which pip keeps silent about."""
+    again = f"pip install --force-reinstall --no-deps --no-cache-dir {_origin()}"
+    return f"install a C++20 compiler, such as g++, then {again}"
 
 
 _AMX_PROBE = "import torch; torch.nn.functional.linear(torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16())"

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moefuse
+from moefuse import config
 from moefuse.backends import cpu
+from moefuse.cli.info import facts
 from moefuse.ops import select
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
@@ -36,7 +38,7 @@ def threads() -> Iterator[None]:
 
 
 def layer(T: int, E: int, H: int, I: int, top_k: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    made = cases.Inputs(torch.Generator().manual_seed(torch.seed() % 2**31), dtype)
+    made = cases.Inputs(torch.Generator().manual_seed(int(torch.randint(2**31, ()))), dtype)
     return {
         "x": made.normal(T, H), "ids": made.ids(T, top_k, E), "weights": made.shares(T, top_k),
         "gate_up": made.weight(E, 2 * I, H), "down": made.weight(E, H, I), "residual": made.normal(T, H),
@@ -54,8 +56,11 @@ def test_the_best_instruction_set_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.usefixtures("threads")
 def test_the_case_table_on_every_instruction_set(isa: str) -> None:
-    seed = torch.seed() % 2**31
+    """On several threads: a worker of a parallel run has one unless it asks."""
+    torch.set_num_threads(3)
+    seed = int(torch.randint(2**31, ()))
     for call in cases.sweep(cases.CASES, [("cpu", "cpu")], seed):
         outcome = call()
         assert outcome.passed, f"{isa}: {outcome.describe()}"
@@ -148,9 +153,13 @@ def test_without_the_native_library_the_reference_serves(
     select.forget()
     weights, _ = moefuse.route(torch.randn(2, 8), moefuse.Routing(top_k=2))
     assert weights.shape == (2, 2)
-    assert "was not built with this install" in caplog.text
-    with pytest.raises(ValueError, match="was not built with this install"):
+    assert "were not built with this install" in caplog.text
+    assert config.rebuild() in caplog.text
+    with pytest.raises(ValueError, match="were not built with this install"):
         moefuse.route(torch.randn(2, 8), moefuse.Routing(top_k=2), backend="cpu")
+    shown = next(row for row in facts()["backends"] if row["name"] == "cpu")
+    assert not shown["runs"]
+    assert config.rebuild() in shown["reason"]
     monkeypatch.undo()
     select.forget()
 

@@ -18,7 +18,7 @@ from moefuse.testing.random_blocks import random_blocks
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(torch.seed() % 2**31)
+    return torch.Generator().manual_seed(int(torch.randint(2**31, ())))
 
 
 def rounded(x: Tensor) -> Tensor:

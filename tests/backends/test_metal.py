@@ -37,6 +37,8 @@ def named(found: list) -> list:
 
 EACH_CASE = [case for case in cases.CASES if cases.dtypes_of(case, BACKEND)]
 EACH = [(case, dtype) for case in cases.CASES for dtype in cases.dtypes_of(case, BACKEND)]
+#: in float32 these run every way there is, the chosen one among them, in tests of their own
+EVERY_WAY = ("experts", "gate")
 
 
 def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
@@ -44,7 +46,9 @@ def passes(case: cases.Case, dtype: torch.dtype, rng: torch.Generator) -> None:
     assert outcome.passed, outcome.describe()
 
 
-@pytest.mark.parametrize(("case", "dtype"), named(EACH))
+@pytest.mark.parametrize(
+    ("case", "dtype"), named([row for row in EACH if row[0].op not in EVERY_WAY or row[1] != torch.float32])
+)
 def test_case(case, dtype, rng) -> None:
     passes(case, dtype, rng)
 

@@ -206,44 +206,55 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from moefuse.backends.triton.hopper import _turned_kernel as kernel
 from moefuse.backends.triton.tiles import TURNED_STAGES
-GATED, WIDTH, BLOCKS, dtype = {gated}, {width}, {blocks}, "{dtype}"
-def desc(*block, dtype=dtype, bits=16):
-    return f"tensordesc<{{dtype}}{{list(block)}},{{NVMMASharedLayout(128, bits, rank=len(block))!r}}>".replace(" ", "")
-known = dict(N=256, K=512, KIND="silu" if GATED else "", GATED=GATED, GATHER=GATED, TOP_K=2, PROGRAMS=132)
-known.update(WIDTH=WIDTH, STAGES=TURNED_STAGES[WIDTH] - BLOCKS, ROW_WORDS=72 if BLOCKS else 0)
-if not BLOCKS:
-    known.update(w_ptr=None, u_desc=None, u_offset=0, pitch=0)
-if GATED:
-    known.update(x_desc=None, half_desc=None, tail_desc=None)
-types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", alpha="fp32", limit="fp32")
-types |= dict(x_desc=desc(WIDTH, 64), half_desc=desc(WIDTH // 2, 64), tail_desc=desc(32, 64))
-types |= dict(w_ptr="*u32", u_offset="i64", pitch="i32", u_desc=desc(64, 128, dtype="u8", bits=8))
-types |= dict(w_desc=types["u_desc"] if BLOCKS else desc(1, 8, 2, 8, 64) if GATED else desc(128, 64))
-names = [p.name for p in kernel.params]
-signature = {{name: "constexpr" if name in known else types[name] for name in names}}
-constants = {{(i,): known[name] for i, name in enumerate(names) if name in known}}
-whole = [name for name in names if name.endswith("_ptr") or name == "u_offset"]
-aligned = {{(names.index(name),): [["tt.divisibility", 16]] for name in whole if name not in known}}
-made = triton.compile(
-    GluonASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)
-)
-assert made.metadata.shared <= 227 * 1024, made.metadata.shared
-assert "wgmma.mma_async" in made.asm["ptx"]
-assert ("cp.async.cg" in made.asm["ptx"]) == GATED, "gathered rows are copied 16 bytes at a time"
-assert ("ld.global.v4.b32" in made.asm["ptx"]) == BLOCKS, "heads of blocks are read 16 bytes at a time"
+
+def desc(dtype, *block, bits=16):
+    return f"tensordesc<{dtype}{list(block)},{NVMMASharedLayout(128, bits, rank=len(block))!r}>".replace(" ", "")
+
+for GATED, BLOCKS, WIDTH in VARIANTS:
+    dtype = "bf16" if GATED else "fp16"
+    print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH}", flush=True)
+    known = dict(N=256, K=512, KIND="silu" if GATED else "", GATED=GATED, GATHER=GATED, TOP_K=2, PROGRAMS=132)
+    known.update(WIDTH=WIDTH, STAGES=TURNED_STAGES[WIDTH] - BLOCKS, ROW_WORDS=72 if BLOCKS else 0)
+    if not BLOCKS:
+        known.update(w_ptr=None, u_desc=None, u_offset=0, pitch=0)
+    if GATED:
+        known.update(x_desc=None, half_desc=None, tail_desc=None)
+    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", alpha="fp32", limit="fp32")
+    types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
+    types |= dict(w_ptr="*u32", u_offset="i64", pitch="i32", u_desc=desc("u8", 64, 128, bits=8))
+    plain = desc(dtype, 1, 8, 2, 8, 64) if GATED else desc(dtype, 128, 64)
+    types |= dict(w_desc=types["u_desc"] if BLOCKS else plain)
+    names = [p.name for p in kernel.params]
+    signature = {name: "constexpr" if name in known else types[name] for name in names}
+    constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
+    whole = [name for name in names if name.endswith("_ptr") or name == "u_offset"]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole if name not in known}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    assert made.metadata.shared <= 227 * 1024, made.metadata.shared
+    assert "wgmma.mma_async" in made.asm["ptx"]
+    assert ("cp.async.cg" in made.asm["ptx"]) == GATED, "gathered rows are copied 16 bytes at a time"
+    assert ("ld.global.v4.b32" in made.asm["ptx"]) == BLOCKS, "heads of blocks are read 16 bytes at a time"
+print("all", flush=True)
 """
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("blocks", [False, True], ids=["numbers", "blocks"])
-@pytest.mark.parametrize(("gated", "dtype"), [(True, "bf16"), (False, "fp16")], ids=["up", "down"])
-def test_it_compiles_without_a_card(gated: bool, dtype: str, blocks: bool, width: int, tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
+ALL_VARIANTS = list(itertools.product((True, False), (False, True), WIDTHS))
+#: every two of up or down, numbers or blocks, and width, with each other
+PAIRS = [(gated, blocks, width) for gated, blocks, width in ALL_VARIANTS if gated ^ blocks ^ (width == 128)]
+
+
+@pytest.mark.parametrize(
+    "variants", [PAIRS, pytest.param(ALL_VARIANTS, marks=pytest.mark.slow)], ids=["pairs", "every"]
+)
+def test_it_compiles_without_a_card(variants: list[tuple[bool, bool, int]], tmp_path: Path) -> None:
+    """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
     pytest.importorskip("moefuse.backends.triton.hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    code = _COMPILE.format(gated=gated, width=width, blocks=blocks, dtype=dtype)
+    code = f"VARIANTS = {variants}\n{_COMPILE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.endswith("all\n")
 
 
 class Routed:

@@ -57,9 +57,9 @@ def test_too_much_memory_is_refused_before_the_call() -> None:
     assert refusal(peers.load("hf-grouped"), layer, 10**9, torch.float32, CPU) is None
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    assert "moefuse[hf]" in (peers.load("hf-eager").unavailable() or "")
+    assert "pip install 'transformers" in (peers.load("hf-eager").unavailable() or "")
 
 
 def test_without_llama_cpp_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

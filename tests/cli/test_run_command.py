@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
+from moefuse import config
 from moefuse.cli import app
 from moefuse.cli.run import _draw_load
 
@@ -211,7 +212,7 @@ def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delitem(sys.modules, name)
     code, output = invoke(model, "--prompt", "w3")
     assert code == 2
-    assert "moefuse.hf needs transformers, which is not installed: pip install 'moefuse[hf]'" in output
+    assert f"moefuse.hf needs transformers, which is not installed: {config.install('transformers')}" in output
 
 
 def test_mistaken_options(model: Path, tmp_path: Path) -> None:

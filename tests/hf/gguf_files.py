@@ -519,7 +519,7 @@ def stored(kind: Kind, name: str, value: Tensor) -> Tensor | QuantTensor:
     if form == "F16":
         return value.half()
     if form == "MXFP4":  # which has no encoder
-        rng = torch.Generator().manual_seed(torch.seed() % 2**31)
+        rng = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
         return random_blocks(form, tuple(value.shape), rng, float(value.square().mean().sqrt()))
     return quantize(value, form)
 

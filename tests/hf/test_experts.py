@@ -18,6 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moefuse import config
 from moefuse.hf.experts import experts_forward, known_activation
 from moefuse.hf.support import on_interface
 from moefuse.testing.compare import difference
@@ -306,7 +307,8 @@ def test_old_transformers_says_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 1
     message = done.stderr.strip().splitlines()[-1]
     assert message == (
-        "ImportError: moefuse.hf needs transformers 5.7 or newer, and 5.6.2 is installed: pip install 'moefuse[hf]'"
+        "ImportError: moefuse.hf needs transformers 5.7 or newer, and 5.6.2 is installed: "
+        + config.install("transformers")
     )
 
 
@@ -319,4 +321,4 @@ def test_missing_transformers_says_what_to_install(tmp_path: Path) -> None:
     )
     done = run_python(code, tmp_path)
     assert done.returncode == 1
-    assert "needs transformers, which is not installed: pip install 'moefuse[hf]'" in done.stderr
+    assert f"needs transformers, which is not installed: {config.install('transformers')}" in done.stderr

@@ -38,7 +38,7 @@ def turned(*shape):
 
 
 def blocks(name, *shape):
-    return random_blocks(name, shape, torch.Generator().manual_seed(torch.seed() % 2**31), 1.0).blocks
+    return random_blocks(name, shape, torch.Generator().manual_seed(int(torch.randint(2**31, ()))), 1.0).blocks
 
 
 def plan_parts():

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from moefuse import config
 from moefuse.bench.result import FLOOR, OURS, Result, Row
 
 FORMAT = 1
@@ -159,5 +160,5 @@ def as_text(result: Result) -> str:
 
 def plot_unavailable() -> str | None:
     if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install 'moefuse[bench]'"
+        return f"--plot needs matplotlib: {config.install('matplotlib')}"
     return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from moefuse import config
+
 NAME = "moefuse"
 _OLDEST = (5, 7)
-_INSTALL = "pip install 'moefuse[hf]'"
 
 
 def register() -> None:
@@ -14,11 +15,13 @@ def register() -> None:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"moefuse.hf needs transformers, which is not installed: {_INSTALL}") from None
+        remedy = config.install("transformers")
+        raise ImportError(f"moefuse.hf needs transformers, which is not installed: {remedy}") from None
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         # Before 5.7 the valid names were a fixed list: a registered one was refused.
         oldest = ".".join(map(str, _OLDEST))
-        raise ImportError(f"moefuse.hf needs transformers {oldest} or newer, and {version} is installed: {_INSTALL}")
+        found = f"{version} is installed: {config.install('transformers')}"
+        raise ImportError(f"moefuse.hf needs transformers {oldest} or newer, and {found}")
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefuse import config
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
 
@@ -385,7 +386,7 @@ def write(
     try:
         import gguf
     except ImportError as error:
-        raise ImportError("moefuse.quant.gguf.write needs the gguf package (pip install moefuse[gguf])") from error
+        raise ImportError(f"moefuse.quant.gguf.write needs the gguf package: {config.install('gguf')}") from error
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"gguf.write: metadata must have general.architecture, got {architecture!r}")

@@ -44,7 +44,7 @@ def unavailable() -> str | None:
     One that was asked for and is not there is an error: nothing may move on to another unnoticed.
     """
     if _native.core is None:
-        return f"the native library was not built with this install ({_native.import_error})"
+        return f"its C++ kernels were not built with this install ({_native.import_error}): {config.rebuild()}"
     _native.core.set_isa(config.cpu_isa(_native.core.isas()))
     return None
 

@@ -37,7 +37,7 @@ _HOMES = {
 
 def unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install moefuse[triton])"
+        return f"triton is not installed: {config.install('triton')}"
     if torch.version.hip is not None:
         return "its kernels are for NVIDIA GPUs, and this torch is built for AMD's (ROCm)"
     if torch.cuda.is_available():

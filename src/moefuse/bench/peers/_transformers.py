@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse import config
 from moefuse.bench.inputs import Layer
 from moefuse.bench.shapes import Shape
 
@@ -27,7 +28,7 @@ class TransformersPeer:
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("transformers") is None:
-            return "transformers is not installed: pip install 'moefuse[hf]'"
+            return f"transformers is not installed: {config.install('transformers')}"
         return None
 
     def unsuitable(self, shape: Shape, device: torch.device) -> str | None:  # noqa: ARG002  # it runs on any
