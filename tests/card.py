@@ -67,19 +67,12 @@ def table(arguments: dict[str, str]) -> Iterator[Check]:
     chosen = [case for case in cases.CASES if dtype in cases.dtypes_of(case, "triton")]
     if "only" in arguments:
         chosen = [case for case in chosen if case.id in arguments["only"].split(",")]
-    for case in chosen[part::parts]:
-        if arguments.get("strange"):
-            yield from strange_forms(case, dtype)
-        else:
-            yield case.id, lambda case=case: told(cases.run(case, dtype, "triton", device(), SEED))
-
-
-def strange_forms(case: Any, dtype: Any) -> Iterator[Check]:
-    """A case once for each tensor argument and form: sliced, strided, expanded, transposed, offset, negated."""
-    from moefuse.testing import strange
-
-    for form, run in strange.runs(case, dtype, "triton", device(), SEED):
-        yield f"{case.id} {form}", lambda run=run: told(run())
+    forms: list[tuple[Any, Any]] = [(case, None) for case in chosen]
+    if arguments.get("strange"):
+        forms = list(cases.strange_cases(chosen))
+    for case, form in forms[part::parts]:
+        name = case.id if form is None else f"{case.id}, {form}"
+        yield name, lambda case=case, form=form: told(cases.run(case, dtype, "triton", device(), SEED, strange=form))
 
 
 def told(outcome: Any) -> str | None:
@@ -320,7 +313,6 @@ def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
     import torch
 
     import moefuse
-    from moefuse.quant.tensor import QuantTensor
 
     torch.manual_seed(SEED)
     E, H, I, top_k = 8, 1024, 512, 2
@@ -330,7 +322,7 @@ def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
         gate_up, down = (stack.to(device(), dtype) for stack in stacks)
         wide = [gate_up.double(), down.double()]
     else:
-        gate_up, down = (QuantTensor.quantize(stack, spec).to(device()) for stack in stacks)
+        gate_up, down = (moefuse.quantize(stack, spec).to(device()) for stack in stacks)
         wide = [gate_up.dequantize(torch.float64), down.dequantize(torch.float64)]
     ids = torch.randint(0, E, (T, top_k), device=device(), dtype=torch.int32)
     weights = torch.rand(T, top_k, device=device())
