@@ -313,6 +313,7 @@ def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
     import torch
 
     import moefuse
+    from moefuse.testing.random_blocks import random_blocks
 
     torch.manual_seed(SEED)
     E, H, I, top_k = 8, 1024, 512, 2
@@ -322,7 +323,8 @@ def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
         gate_up, down = (stack.to(device(), dtype) for stack in stacks)
         wide = [gate_up.double(), down.double()]
     else:
-        gate_up, down = (moefuse.quantize(stack, spec).to(device()) for stack in stacks)
+        rng = torch.Generator().manual_seed(SEED)
+        gate_up, down = (random_blocks(spec, stack.shape, rng, 0.03).to(device()) for stack in stacks)
         wide = [gate_up.dequantize(torch.float64), down.dequantize(torch.float64)]
     ids = torch.randint(0, E, (T, top_k), device=device(), dtype=torch.int32)
     weights = torch.rand(T, top_k, device=device())
@@ -357,7 +359,11 @@ def work(section: str, arguments: dict[str, str], start: int, report: Path) -> i
                     lost = False
                 except Exception as error:
                     wrong = f"{type(error).__name__}: {error}"
-                    lost = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+                    lost = (
+                        "CUDA error" in str(error)
+                        or "[CUDA]" in str(error)
+                        or type(error).__name__ == "AcceleratorError"
+                    )
                     traceback.print_exc()
                 say(done=index, name=name, wrong=wrong, seconds=round(time.monotonic() - began, 2))
                 if lost:

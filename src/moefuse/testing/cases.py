@@ -143,13 +143,13 @@ class Strange:
 
 #: stands for what `Strange` calls an argument: the gradients that a backward pass begins with
 GRADIENT = "gradient"
-# Where equal values would make ties that float32 may decide otherwise than float64, or no permutation.
+# Where equal values would make ties that float32 may decide otherwise than float64, no permutation, or sums that cancel.
 _NEVER_EXPANDED = {
     "gate": ("weight", "norm_weight", "logit_bias"),
     "moe": ("router", "norm_weight"),
     "combine": ("inverse",),
     "grouped_linear": ("plan",),
-    "grouped_outer": ("plan",),
+    "grouped_outer": ("plan", "x"),
 }
 
 

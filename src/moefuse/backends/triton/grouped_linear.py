@@ -281,7 +281,11 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor | QuantTensor) -> Rows:
-        return cls(weight.blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
+        if not isinstance(weight, QuantTensor):
+            return cls(weight)
+        # Decoders read up to sixteen bytes at a time; blocks that begin elsewhere, which no file has, are moved.
+        blocks = weight.blocks if begins_aligned(weight.blocks) else weight.blocks.clone()
+        return cls(blocks, weight.format)
 
 
 def up_rows(
