@@ -1,16 +1,19 @@
-# Every target sets up what it needs; a fresh machine needs Python 3.11 or 3.12, gcc and make.
+# Every target sets up what it needs; a fresh machine needs Python 3.11 to 3.13, gcc and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc src -type f \( -name '*.cpp' -o -name '*.h' \)) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo bench test test-slow check sanitize clean
+PACKAGE := $(SOURCES) $(shell find src -name '*.py' -o -name '*.metal' -o -name '*.gguf')
+
+.PHONY: demo bench test test-slow test-oldest test-newest test-install check sanitize wheels clean
 
 $(VENV)/.ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python $(PIP) -c constraints.txt torch
+	$(BIN)/python $(PIP) -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 # Text from the model in the box, how fast it came, which experts wrote it, and how transformers' own path compares.
@@ -37,8 +40,8 @@ test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(WORKERS) --fresh-seeds
 
 check: $(VENV)/.ready
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples .ci
+	$(BIN)/ruff format --check src tests examples .ci
 	$(BIN)/mypy
 
 # The C++ tests of the CPU core under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -47,6 +50,44 @@ sanitize: $(VENV)/.ready
 		-DMOEFUSE_CPP_TESTS=ON -DMOEFUSE_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize
 	build/sanitize/test_core
+
+# The sdist, and a wheel built from it.
+dist/.ready: $(VENV)/.ready $(PACKAGE)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	touch $@
+
+# Both as a user gets them: in an empty environment, away from the checkout, with a compiler and without.
+test-install: dist/.ready
+	$(PYTHON) .ci/try_install.py dist
+
+# The parts that lean on other packages, with the oldest ones that pyproject.toml allows, on the built wheel.
+test-oldest: build/oldest/.ready
+	build/oldest/bin/python -m pytest -m "not slow" $(WORKERS) tests/hf tests/quant tests/nn tests/cli tests/bench \
+		tests/test_box.py tests/test_readme.py
+
+build/oldest/.ready: dist/.ready .ci/oldest.py
+	$(PYTHON) -m venv --clear build/oldest
+	$(PYTHON) .ci/oldest.py > build/oldest/constraints.txt
+	grep ^torch constraints.txt >> build/oldest/constraints.txt
+	build/oldest/bin/python $(PIP) -c build/oldest/constraints.txt torch
+	build/oldest/bin/python $(PIP) -c build/oldest/constraints.txt "$$(ls dist/*.whl)[triton,hf,gguf,bench]" \
+		accelerate pytest pytest-xdist hypothesis
+	touch $@
+
+# The short suite with the newest of everything, by hand: the newest torch brings gigabytes of CUDA.
+NEWEST_PYTHON ?= $(PYTHON)
+test-newest:
+	$(NEWEST_PYTHON) -m venv --clear build/newest
+	build/newest/bin/python $(PIP) --upgrade '.[dev]'
+	build/newest/bin/moefuse info
+	build/newest/bin/python -m pytest -m "not slow" $(WORKERS)
+
+# Wheels for every Python we serve, tagged by what the compiled module asks of the system.
+PYTHONS ?= python3.11 python3.12 python3.13
+wheels: dist/.ready
+	mkdir -p dist/wheels
+	$(PYTHON) .ci/wheels.py dist/*.tar.gz dist/wheels $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) build demo dist

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from families import HEADER, families, table_row, tiny_model
+from packaging.version import Version
 from torch import Tensor, nn
 
 import moefuse.hf
@@ -17,6 +18,8 @@ from moefuse.testing.compare import difference
 TOLERANCE = 1e-5
 #: what transformers 5.22.2 has; a later release may have more
 KNOWN_FAMILIES, KNOWN_PATCHED = 62, 49
+#: in old releases these models fail on their small configurations before we come in
+LATER = {"glm_moe_dsa", "mistral4"} if Version(transformers.__version__) < Version("5.22") else set()
 #: patch leaves these alone, each for its reason
 REASONS = (
     "holds more than a router weight and biases per expert",
@@ -47,7 +50,7 @@ def errors_of(family: str) -> tuple[float, float, moefuse.hf.PatchReport, str]:
         report = moefuse.hf.patch(model)
         patched = difference(logits_of(model, tokens), want).worst
         moefuse.hf.unpatch(model)
-        assert model.get_experts_implementation()[""] == "eager"
+        assert model.config._experts_implementation == "eager"
         assert torch.equal(logits_of(model, tokens).double(), want), "unpatch restores"
     return ours, patched, report, table_row(family, model, report)
 
@@ -60,6 +63,8 @@ def outcomes() -> dict[str, tuple[moefuse.hf.PatchReport, str]]:
 
 @pytest.mark.parametrize("family", families())
 def test_gives_eagers_logits(family: str, outcomes: dict[str, tuple[moefuse.hf.PatchReport, str]]) -> None:
+    if family in LATER:
+        pytest.skip("its small configuration is for later releases of transformers")
     ours, patched, report, row = errors_of(family)
     if max(ours, patched) > TOLERANCE:
         # A router may stand between two experts by less than float32 tells apart; then three other draws must not.
@@ -96,6 +101,8 @@ KINDS = {"qwen3_moe": "gated", "nemotron_h": "ungated", "gpt_oss": "biased", "ar
 @pytest.mark.parametrize("patched", [False, True], ids=["experts", "patch"])
 @pytest.mark.parametrize("family", KINDS, ids=KINDS.get)
 def test_gives_eagers_gradients(family: str, patched: bool) -> None:
+    if family not in families():
+        pytest.skip("this release of transformers has not put it on the interface")
     model = tiny_model(family)
     tokens = torch.randint(0, 97, (2, 7))
 
@@ -122,6 +129,7 @@ def test_gives_eagers_gradients(family: str, patched: bool) -> None:
 
 
 def test_every_gate_is_fused() -> None:
-    for family in ("qwen3_moe", "gpt_oss", "openai_privacy_filter", "minimax_m3_vl", "deepseek_v4", "hy_v4", "beam"):
+    ours = ("qwen3_moe", "gpt_oss", "openai_privacy_filter", "minimax_m3_vl", "deepseek_v4", "hy_v4", "beam")
+    for family in set(ours) & set(families()):
         for _, module in on_interface(tiny_model(family)):
             assert known_activation(module) is not None, family

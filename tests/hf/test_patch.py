@@ -55,7 +55,7 @@ def test_a_dense_model_has_no_block_and_the_report_says_why() -> None:
 def test_left_alone_blocks_still_get_our_experts() -> None:
     model = tiny_model("phimoe")
     patch(model)
-    assert model.get_experts_implementation()[""] == "moefuse"
+    assert model.config._experts_implementation == "moefuse"
 
 
 def test_state_dict_and_classes_stay() -> None:
@@ -78,7 +78,7 @@ def test_twice_is_once_and_unpatch_restores() -> None:
         unpatch(model)
         unpatch(model)
         assert torch.equal(model(input_ids=x).logits, want)
-    assert model.get_experts_implementation()[""] == "eager"
+    assert model.config._experts_implementation == "eager"
     assert not any("forward" in vars(module) or "_moefuse" in vars(module) for module in model.modules())
 
 

@@ -50,6 +50,8 @@ def test_dense_model() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "aria", "inkling", "gpt_oss"])
 def test_models_on_the_interface(family: str) -> None:
+    if family not in families():
+        pytest.skip("this release of transformers has not put it on the interface")
     answer = supports(tiny_model(family))
     assert answer, answer
     assert {module.kind for module in answer.modules} <= set(families()[family])

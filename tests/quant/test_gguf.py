@@ -167,7 +167,8 @@ def test_the_other_types_are_what_gguf_says() -> None:
     from moefuse.quant.gguf import _TYPES
 
     sizes = {kind.value: (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    assert {number: row[:3] for number, row in _TYPES.items()} == sizes
+    newer = {40, 41} - set(sizes)  # gguf 0.18 has no NVFP4 and no Q1_0
+    assert {number: row[:3] for number, row in _TYPES.items() if number not in newer} == sizes
 
 
 def text(value: str) -> bytes:

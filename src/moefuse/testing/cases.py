@@ -143,7 +143,7 @@ class Strange:
 
 #: stands for what `Strange` calls an argument: the gradients that a backward pass begins with
 GRADIENT = "gradient"
-# Where equal values would make ties that float32 may decide otherwise than float64, no permutation, or sums that cancel.
+# Where equal values make ties that float32 may decide otherwise than float64, no permutation, or sums that cancel.
 _NEVER_EXPANDED = {
     "gate": ("weight", "norm_weight", "logit_bias"),
     "moe": ("router", "norm_weight"),
