@@ -26,8 +26,8 @@ from typing import Any
 SECTIONS = {"cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "sanitize": 420}
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-#: processes for the case table of one dtype, and for one sanitizer
-SLICES, SANITIZED_SLICES = 4, 4
+#: processes for the case table of one dtype (float32 with blocks compiles for minutes), and for one sanitizer
+SLICES, SANITIZED_SLICES = {"float32": 10, "float16": 4, "bfloat16": 4}, 4
 DEVICE_LOST = 3
 SEED = 20
 #: what the sanitizers' summaries say when nothing was found
@@ -378,7 +378,6 @@ def work(section: str, arguments: dict[str, str], start: int, report: Path) -> i
 
 
 def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
-    slices = 1 if dry else SLICES
     few = {"only": "route/one_token,glu/gelu,experts/decode"} if dry else {}
     dtypes = ("float32",) if dry else DTYPES
     if "compile" in sections:
@@ -391,6 +390,7 @@ def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
     for section in ("cases", "strange"):
         if section in sections:
             for dtype in dtypes:
+                slices = 1 if dry else SLICES[dtype]
                 for part in range(slices):
                     arguments = {"dtype": dtype, "slice": f"{part}/{slices}", **few}
                     if section == "strange":
