@@ -29,6 +29,27 @@ if not torch.cuda.is_available():
 from moefuse.testing.cases import runnable
 
 
+def _mend_the_interpreter() -> None:
+    """Triton 3.9's spreads a comparison of scalars as int32, and then refuses that as a mask; a GPU does neither."""
+    try:
+        from triton.runtime.interpreter import InterpreterBuilder
+    except ImportError:
+        return
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(self, ret_ty, arg):
+        made = spread(self, ret_ty, arg)
+        if arg.data.dtype == bool:
+            made.data = made.data.astype(bool)
+        return made
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _mend_the_interpreter()
+
+
 @pytest.fixture(params=runnable(), ids=lambda pair: pair[0])
 def target(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device it runs on."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 #: optional package -> the versions that serve, as the extras in pyproject.toml have them
-OPTIONAL = {"triton": ">=3.6", "transformers": ">=5.7", "gguf": ">=0.18", "matplotlib": ">=3.8"}
+OPTIONAL = {"triton": ">=3.6,<3.10", "transformers": ">=5.7,<6", "gguf": ">=0.18,<1", "matplotlib": ">=3.8"}
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def identity(size: int) -> QuantTensor:
 
 def test_every_format_has_kernels() -> None:
     assert frozenset(FORMATS) == cpu.FORMATS
-    assert tuple(FORMATS) == cpu._native.FORMATS
+    assert tuple(FORMATS) == tuple(cpu._native.FORMATS)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -228,10 +228,10 @@ def apart(rng: torch.Generator, stride: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.skipif(DEVICE == "mps", reason="reads far outside of its buffers")
 @pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
-@pytest.mark.parametrize("stride", [100, 820, 428], ids=["rows", "up", "down"])
+@pytest.mark.parametrize("stride", [820, 428], ids=["up", "down"])
 def test_defect_10_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
     """A stride with 2**32 added leads astray; in 32 bits it would be the old one, and the result right."""
-    x, gate_up, down = apart(rng, 100, T, 24), apart(rng, 820, 5, 32, 24), apart(rng, 428, 5, 24, 16)
+    x, gate_up, down = normal(rng, T, 24), apart(rng, 820, 5, 32, 24), apart(rng, 428, 5, 24, 16)
     ids, weights = torch.randint(1, 5, (T, 2), generator=rng), torch.rand((T, 2), generator=rng)
     want = moefuse.experts(x.double(), ids, weights.double(), gate_up.double(), down.double(), backend="reference")
 
@@ -442,7 +442,9 @@ def test_structures_hold_numbers_of_one_kind() -> None:
     """A list of Python ints arrives as 64-bit integers, one of floats as float32; the simulator compares lengths."""
     text = "".join(path.read_text() for path in launch._HOME.glob("*.metal"))
     structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
-    for structure in structures:
+    given = [part for part in structures if f"constant {part.split()[0]}&" in text]
+    assert given
+    for structure in given:
         kinds = {line.split()[0] for line in structure.splitlines()[1:] if line.strip()}
         assert kinds <= {"long"} or kinds <= {"float"} or "simdgroup_float8x8" in kinds, structure
 

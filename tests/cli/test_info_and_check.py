@@ -43,7 +43,7 @@ def test_info_shows_every_backend_and_a_reason(runner: CliRunner) -> None:
 
 def test_info_json_says_who_serves_and_why_not_the_others(runner: CliRunner) -> None:
     known = json.loads(runner.invoke(app, ["info", "--json"]).stdout)
-    assert known["versions"]["torch"] == torch.__version__
+    assert known["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     serving = known["chosen"]["cpu"]["experts"]
     assert serving["decisions"][-1] == {"backend": serving["backend"], "accepted": True,
                                         "reason": serving["decisions"][-1]["reason"]}  # fmt: skip

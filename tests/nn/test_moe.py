@@ -168,7 +168,7 @@ def test_compiles_to_one_graph() -> None:
         ({"shared_intermediate": -4}, "MoE: shared_intermediate must be at least 0, got -4"),
         ({"routing": 2}, "MoE: routing must be a Routing, got int"),
         ({"bias": "no"}, "MoE: bias must be a bool, got str"),
-        ({"eps": -1e-6}, "MoE: eps must not be negative, got -1e-06"),
+        ({"eps": -1e-6}, "MoE: eps must be finite and not negative in float32, got -1e-06"),
         ({"eps": "1e-6"}, "MoE: eps must be a number, got str"),
         ({"router_training": 0.01}, "MoE: router_training must be a RouterTraining, got float"),
         ({"dtype": torch.int8}, "MoE: dtype must be a floating-point type, got torch.int8"),

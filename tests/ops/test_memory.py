@@ -60,6 +60,8 @@ def test_a_backend_sees_settled_tensors_alone(monkeypatch):
 
         return call
 
+    if select.backends.BACKENDS[0].missing():
+        pytest.skip("the CPU's kernels are not built here")
     cpu = select.backends.BACKENDS[0].load()
     monkeypatch.setattr(cpu, "OPS", {op: spy(op, run) for op, run in cpu.OPS.items()})
     select.forget()

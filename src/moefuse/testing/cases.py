@@ -145,6 +145,7 @@ class Strange:
 GRADIENT = "gradient"
 # Where equal values make ties that float32 may decide otherwise than float64, no permutation, or sums that cancel.
 _NEVER_EXPANDED = {
+    "route": ("bias",),
     "gate": ("weight", "norm_weight", "logit_bias"),
     "moe": ("router", "norm_weight"),
     "combine": ("inverse",),
@@ -277,7 +278,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return QuantTensor(change(value.blocks), value.format, value.exact)
     if isinstance(value, moefuse.Plan):
         counts, offsets, order, inverse = map(change, (value.counts, value.offsets, value.order, value.inverse))
-        return moefuse.Plan(counts, offsets, order, inverse, value.top_k)
+        return moefuse.Plan(counts, offsets, order, inverse, value.top_k, trusted=True)
     return value
 
 

@@ -34,6 +34,10 @@ from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.tiles import TURNED_ROWS, TURNED_ROWS_IN_BLOCKS, TURNED_STAGES
 from moefuse.types import Activation
 
+# Triton 3.9 has these by other names than 3.6.
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 #: what of K a stage holds: 128 bytes, the widest row that tensor cores read from shared memory
 BLOCK_K = gl.constexpr(64)
 #: rows that the last tile of an expert may have over WIDTH
@@ -102,24 +106,24 @@ def _bring_tokens(
     if GATHER:
         if BYTES:
             mbarrier.expect(bar, BYTES)
-        async_copy.async_copy_global_to_shared(x.slice(0, 64, dim=0), ptrs0 + start)
+        load_rows(x.slice(0, 64, dim=0), ptrs0 + start)
         if WIDTH >= 128:  # noqa: SIM102  known when it compiles
             if rows > 64:
-                async_copy.async_copy_global_to_shared(x.slice(64, 64, dim=0), ptrs64 + start)
+                load_rows(x.slice(64, 64, dim=0), ptrs64 + start)
         if WIDTH == 256:  # noqa: SIM102
             if rows > 128:
-                async_copy.async_copy_global_to_shared(x.slice(128, 128, dim=0), ptrs128 + start)
+                load_rows(x.slice(128, 128, dim=0), ptrs128 + start)
         if rows > WIDTH:
-            async_copy.async_copy_global_to_shared(tail, tail_ptrs + start)
+            load_rows(tail, tail_ptrs + start)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
         HALF: gl.constexpr = WIDTH // 2
         mbarrier.expect(bar, BYTES + HALF * BLOCK_K * 2, pred=rows <= HALF)
         mbarrier.expect(bar, BYTES + WIDTH * BLOCK_K * 2, pred=(rows > HALF) & (rows <= WIDTH))
         mbarrier.expect(bar, BYTES + (WIDTH + TAIL_ROWS) * BLOCK_K * 2, pred=rows > WIDTH)
-        tma.async_copy_global_to_shared(half_desc, [first, start], bar, x.slice(0, HALF, dim=0), pred=rows <= HALF)
-        tma.async_copy_global_to_shared(x_desc, [first, start], bar, x, pred=rows > HALF)
-        tma.async_copy_global_to_shared(tail_desc, [first + WIDTH, start], bar, tail, pred=rows > WIDTH)
+        load_tile(half_desc, [first, start], bar, x.slice(0, HALF, dim=0), pred=rows <= HALF)
+        load_tile(x_desc, [first, start], bar, x, pred=rows > HALF)
+        load_tile(tail_desc, [first + WIDTH, start], bar, tail, pred=rows > WIDTH)
 
 
 @gluon.jit
@@ -136,15 +140,15 @@ def _bring_blocks(raw, bar, w_desc, u_desc, row, block, live, GATED: gl.constexp
     """Ask for the bytes behind the heads of one block of 128 rows from ``row`` on, gate rows first, if ``live``."""
     mbarrier.expect(bar, 128 * 128, pred=live)
     at = 144 * block + 16
-    tma.async_copy_global_to_shared(w_desc, [row, at], bar, raw.slice(0, 64, dim=0), pred=live)
+    load_tile(w_desc, [row, at], bar, raw.slice(0, 64, dim=0), pred=live)
     second = row if GATED else row + 64
-    tma.async_copy_global_to_shared(u_desc, [second, at], bar, raw.slice(64, 64, dim=0), pred=live)
+    load_tile(u_desc, [second, at], bar, raw.slice(64, 64, dim=0), pred=live)
 
 
 @gluon.jit
 def _block_words(raw, GATED: gl.constexpr):
     """What `_bring_blocks` brought, in the order of `_head_ptrs`: words [128, 32]."""
-    words = raw._reinterpret(gl.uint32, [128, 32], gl.NVMMASharedLayout(128, 32, rank=2))
+    words = reinterpret(raw, gl.uint32, [128, 32], gl.NVMMASharedLayout(128, 32, rank=2))
     if GATED:
         turns: gl.constexpr = gl.BlockedLayout([1, 1, 1, 32], [2, 2, 8, 1], [4, 1, 1, 1], [3, 2, 1, 0])
         found = words.reshape([2, 8, 8, 32]).permute([1, 0, 2, 3]).load(turns).reshape([128, 32])
@@ -167,7 +171,7 @@ def _decode(q, head, i: gl.constexpr, w):
     low = gl.join(a, b).reshape([128, 16])
     high = gl.join(c, d).reshape([128, 16])
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    w._reinterpret(gl.uint32, [128, 32], pairs).store(gl.join(low, high).permute([0, 2, 1]).reshape([128, 32]))
+    reinterpret(w, gl.uint32, [128, 32], pairs).store(gl.join(low, high).permute([0, 2, 1]).reshape([128, 32]))
 
 
 @gluon.jit
@@ -259,7 +263,7 @@ def _produce(
                     ptrs128, tail_ptrs, x_desc, half_desc, tail_desc, 128 * BLOCK_K * 2, GATHER, WIDTH,
                 )  # fmt: skip
                 at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
-                tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_ring.index(stage))
+                load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
 
 
