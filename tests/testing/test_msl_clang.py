@@ -109,6 +109,7 @@ def sources() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "compile_shader", collect)
         patch.setattr(launch, "EMULATED", True)
+        patch.setattr("moefuse.ops.combine.check_inverse", lambda _: None)  # zeros are no permutation
         select.forget()
         for case in cases.CASES:
             for dtype in cases.dtypes_of(case, "metal"):
