@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moefuse import backends
 from moefuse.backends.metal import launch
 from moefuse.cli import app
-from moefuse.ops import select
+from moefuse.ops import library, select
 from moefuse.testing import cases
 from moefuse.testing.msl import build
 
@@ -158,3 +158,9 @@ def test_check_backend_that_cannot_run_says_why(runner: CliRunner) -> None:
     result = runner.invoke(app, ["check", "--backend", "metal"])
     assert result.exit_code == 2
     assert "cannot run here" in result.output
+
+
+def test_info_says_which_fast_paths_are_off(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "calls past the dispatcher on" in plain(runner.invoke(app, ["info"]).output)
+    monkeypatch.setitem(library.FAST_PATHS, "calls past the dispatcher", "this torch has none")
+    assert "calls past the dispatcher off (this torch has none)" in plain(runner.invoke(app, ["info"]).output)

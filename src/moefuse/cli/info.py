@@ -15,6 +15,7 @@ from rich.table import Table
 
 import moefuse
 from moefuse import backends, config
+from moefuse.ops.library import FAST_PATHS
 from moefuse.ops.select import REFERENCES, resolve
 
 _OTHERS = ("torch", "triton", "transformers", "gguf", "numpy")
@@ -65,6 +66,7 @@ def facts() -> dict[str, Any]:
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
         "forced_backend": config.backend(),
         "devices": present,
+        "fast_paths": dict(FAST_PATHS),
         "backends": _backends(),
         "chosen": {device: _choices(device) for device, there in present.items() if there},
     }
@@ -81,6 +83,8 @@ def _show(known: dict[str, Any], console: Console) -> None:
     console.print(f"{known['machine']['system']}, {known['machine']['threads']} threads")
     if known["forced_backend"]:
         console.print(f"MOEFUSE_BACKEND={known['forced_backend']}")
+    paths = (f"{name} {'on' if reason is None else f'off ({reason})'}" for name, reason in known["fast_paths"].items())
+    console.print(f"torch: {', '.join(paths)}")
 
     table = Table(title="Backends", title_justify="left")
     for column in ("backend", "devices", "runs", "details"):
