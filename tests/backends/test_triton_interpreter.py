@@ -93,26 +93,18 @@ def test_few_tokens_are_rounded_to_8_bits_for_q4_k_unless_it_is_exact(target: tu
         assert least <= error.rms < most, error
 
 
-def strange(one: bool) -> list:
+def strange() -> list:
     """Small cases first: the interpreter takes a program at a time."""
     small = [case for case in cases.CASES if case.id not in LONG and not case.specs]
     small.sort(key=lambda case: sum(t.numel() for t in cases.tensors_in(tuple(case.inputs(0, torch.float32).values()))))
-    return [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(small, one=one)]
+    return [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(small, one=True)]
 
 
-@pytest.mark.parametrize(("case", "strange"), strange(one=True))
+@pytest.mark.parametrize(("case", "strange"), strange())
 @pytest.mark.parametrize(("backend", "device"), EMULATED)
 def test_strange_memory(case, strange, backend, device, rng) -> None:
     given = {"gradients": case.op in SHORT_GRADIENTS, "strange": strange}
     outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed(), **given)
-    assert outcome.passed, outcome.describe()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "strange"), strange(one=False))
-@pytest.mark.parametrize(("backend", "device"), EMULATED)
-def test_strange_memory_at_length(case, strange, backend, device, rng) -> None:
-    outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed(), strange=strange)
     assert outcome.passed, outcome.describe()
 
 
