@@ -64,7 +64,7 @@ test-install: dist/.ready
 # The parts that lean on other packages, with the oldest ones that pyproject.toml allows, on the built wheel.
 test-oldest: build/oldest/.ready
 	build/oldest/bin/python -m pytest -m "not slow" $(WORKERS) tests/hf tests/quant tests/nn tests/cli tests/bench \
-		tests/test_box.py tests/test_readme.py
+		tests/test_box.py tests/test_documents.py
 
 build/oldest/.ready: dist/.ready .ci/oldest.py
 	$(PYTHON) -m venv --clear build/oldest
@@ -72,7 +72,7 @@ build/oldest/.ready: dist/.ready .ci/oldest.py
 	grep ^torch constraints.txt >> build/oldest/constraints.txt
 	build/oldest/bin/python $(PIP) -c build/oldest/constraints.txt torch
 	build/oldest/bin/python $(PIP) -c build/oldest/constraints.txt "$$(ls dist/*.whl)[triton,hf,gguf,bench]" \
-		accelerate pytest pytest-xdist hypothesis
+		accelerate peft pytest pytest-xdist hypothesis
 	touch $@
 
 # The short suite with the newest of everything, by hand: the newest torch brings gigabytes of CUDA.
