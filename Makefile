@@ -37,7 +37,7 @@ test: $(VENV)/.ready
 
 # The long sweeps, with fresh seeds: each run looks where none has looked; a failure prints its seed.
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow $(WORKERS) --fresh-seeds
+	$(BIN)/python -m pytest -m slow -n logical --dist worksteal --fresh-seeds
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests examples .ci

