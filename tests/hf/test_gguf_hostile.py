@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import KINDS, make
+from gguf_files import KINDS, LATER, OLD, make
 from hostile_gguf import text, value
 
 import moefuse.hf
@@ -38,6 +38,7 @@ def fuzz(folder: Path, kinds: list[str], count: int, rng: torch.Generator) -> tu
 
 
 @linux
+@pytest.mark.skipif(OLD, reason="this release's own Gemma 4 takes 170 MB for a long context")
 def test_a_few_hundred_mutants(tmp_path: Path, rng: torch.Generator) -> None:
     refused, loaded = fuzz(tmp_path, ["olmoe", "gemma4"], 200, rng)
     assert refused > 100
@@ -82,6 +83,8 @@ def changed(path: Path, kind: str, metadata: dict[str, Any]) -> Path:
     ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path: Path, kind: str, metadata: dict[str, Any]) -> None:
+    if kind in LATER:
+        pytest.skip("this release of transformers cannot run it")
     path = changed(tmp_path / "model.gguf", kind, metadata)
     word = next(iter(metadata)).split(".")[-1].removeprefix("expert_used_").removeprefix("expert_")
     word = {"count": "top_k=9", "group_count": "equal groups" if "deepseek" in kind else "group_count"}.get(word, word)

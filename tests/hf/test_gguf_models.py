@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from gguf_files import END, KINDS, TEXT, make
-from packaging.version import Version
+from gguf_files import END, KINDS, LATER, OLD, TEXT, make
 from torch import Tensor, nn
 
 import moefuse.hf
@@ -55,11 +54,6 @@ def errors_of(name: str, path: Path) -> list[float]:
 
 def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules()]
-
-
-OLD = Version(transformers.__version__) < Version("5.22")
-#: in old releases not on the experts interface, or failing by themselves
-LATER = {"granitemoe", "granitemoe with a shared expert", "deepseek2 with softmax"} if OLD else set()
 
 
 @pytest.mark.parametrize("name", KINDS)
