@@ -84,11 +84,15 @@ class Layer {
     auto up = [this](int64_t task, int64_t next, int) { this->up(task, next); };
     auto down = [this](int64_t task, int64_t next, int) { this->down(task, next); };
     auto finish = [this](int64_t t, int64_t, int worker) { this->finish(t, rows_ + worker * a_.H); };
+    // A plan that a caller brought may leave out what the ids have: those rows of y must not be what was there before.
     auto clear = [this](int64_t task, int64_t, int) {
+      int64_t p = up_grid_.rows() + task;
       int64_t width = a_.I * gate_up_.rows_per_column();
-      std::memset(row_of(a_.z, up_grid_.rows() + task, width), 0, static_cast<size_t>(width * size_of(a_.z.dtype)));
+      if (a_.z) std::memset(row_of(a_.z, p, width), 0, static_cast<size_t>(width * size_of(a_.z.dtype)));
+      std::fill_n(y_ + buckets_.order[p] * a_.H, a_.H, 0.0f);
     };
-    int64_t without_expert = a_.z ? a_.T * a_.top_k - up_grid_.rows() : 0;
+    bool clears = a_.z || a_.buckets.offsets != nullptr;
+    int64_t without_expert = clears ? a_.T * a_.top_k - up_grid_.rows() : 0;
     run_phases({pack_phase(a_.x, a_.T, x_), pack_phase(a_.x, packs_twice() ? a_.T : 0, up_x_),
                 {up_grid_.tasks(), up}, {without_expert, clear}, {down_grid_.tasks(), down}, {a_.T, finish}},
                threads_);

@@ -110,6 +110,6 @@ def test_strange_memory(case, strange, backend, device, rng) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), cases.runnable(emulated=True))
 def test_bad_indices_are_harmless(backend, device, monkeypatch) -> None:
-    if backend != "triton":
-        pytest.skip("of Triton")
+    if backend not in ("cpu", "triton"):
+        pytest.skip("the reference indexes with torch, which refuses")
     check_bad_indices(backend, device, monkeypatch)

@@ -94,14 +94,18 @@ def where_not_finite(model: Any, tokens: Tensor) -> str:
 
         return hook
 
-    handles = [module.register_forward_hook(look(path)) for path, module in model.named_modules() if path]
+    _run_hooked(model, tokens, [m.register_forward_hook(look(path)) for path, m in model.named_modules() if path])
+    return found[0] if found else type(model).__name__
+
+
+def _run_hooked(model: Any, tokens: Tensor, handles: list[Any]) -> None:
+    """One pass over ``tokens`` with these hooks, which are gone after it."""
     try:
         with torch.no_grad():
             model(input_ids=tokens)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else type(model).__name__
 
 
 def generate(
@@ -151,11 +155,5 @@ def expert_load(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         return hook
 
     # A hook on its experts makes a patched block take the path on which they are called.
-    handles = [module.register_forward_pre_hook(count(path)) for path, module in on_interface(model)]
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(model, tokens, [m.register_forward_pre_hook(count(path)) for path, m in on_interface(model)])
     return load

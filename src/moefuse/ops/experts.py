@@ -111,6 +111,8 @@ def experts(
         tracked = torch.is_grad_enabled() and (hidden or any(t is not None and t.requires_grad for t in tensors))
     else:
         named = dict(zip(_TENSORS, tensors, strict=True))
+        if plan is not None:
+            named |= {"plan.offsets": plan.offsets, "plan.order": plan.order, "plan.inverse": plan.inverse}
         out, normed_out = prepare_out("experts", tail, x.shape[0], x, named)
     if tracked:
         if not torch.compiler.is_compiling():

@@ -67,13 +67,9 @@ _DIRECT = prove("calls past the dispatcher", _watchers_show)
 
 def unwatched() -> bool:
     """Whether no tracing, no transform and no autocast is under way."""
-    if not _DIRECT:
+    if not _DIRECT or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
-        return False
-    if torch._C._is_any_autocast_enabled():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return not torch._C._is_any_autocast_enabled() and not _watched()
 
 
 def untraced(args: tuple[Any, ...]) -> bool:
@@ -170,8 +166,8 @@ def define(
     """Define ``moefuse::<schema>`` and return the function that calls it.
 
     ``kernel`` takes the schema's arguments in order (none has a default, the last is ``backend``) and runs the backend
-    it selects. A form that
-    runs another op's kernels, such as the one that writes into ``out``, has no reference of its own.
+    it selects. A form that runs another op's kernels, such as the one that writes into ``out``, has no reference of
+    its own.
     """
     name = schema.split("(", 1)[0]
     qualified = f"moefuse::{name}"
