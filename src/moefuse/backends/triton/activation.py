@@ -44,9 +44,9 @@ def _gelu_tanh(g, FINE: tl.constexpr):
     square = c * c
     bend = 1.5957691216057308 * c * (1.0 + 0.134145 * square)
     if FINE:
-        square, rest = product_parts(c, c)
-        # 2 sqrt(2 / pi) and 0.044715 times that are each the float32 number next to them and a remainder.
-        scaled, lacking = product_parts(square * 0.0 + 0.07135481387376785, square)
+        # 2 sqrt(2 / pi) is the float32 number next to it less 4.5e-8.
+        head, rest = product_parts(c, c)
+        scaled, lacking = product_parts(head * 0.0 + 0.07135481387376785, head)
         total = 1.5957691669464111 + scaled
         back = total - 1.5957691669464111
         lacking += (1.5957691669464111 - (total - back)) + (scaled - back)
@@ -85,7 +85,7 @@ def _value_and_slope(g, KIND: tl.constexpr, alpha, limit, FINE: tl.constexpr):
     elif KIND == "swiglu_oai":
         c = at_least(at_most(g, limit), -1000.0 / alpha)
         y, low = product_parts(c * 0.0 + alpha, c) if FINE else (alpha * c, 0.0)
-        value, slope = _unit(c, y, low, y, FINE)
+        value, slope = _unit(c, y, low, alpha * c, FINE)
         return value, tl.where(g > limit, 0.0, slope)
     else:
         tl.static_assert(KIND == "swiglu_clamp", "an activation that Triton's kernels do not know")

@@ -48,11 +48,14 @@ def _head(x):
 
 @triton.jit
 def product_parts(a, b):
-    """``a * b``, and what the rounded product lacks."""
-    p = a * b
+    """``a * b`` as the product of the two heads, which is exact, and the rest, which is 2**-11 of it or less.
+
+    What a rounded product lacks cannot be computed here: a compiler that fuses multiplications into additions would
+    fuse that product too, and find that it lacks nothing.
+    """
     a_head, b_head = _head(a), _head(b)
     a_rest, b_rest = a - a_head, b - b_head
-    return p, ((a_head * b_head - p) + a_head * b_rest + a_rest * b_head) + a_rest * b_rest
+    return a_head * b_head, a_head * b_rest + a_rest * b
 
 
 @triton.jit
