@@ -14,9 +14,9 @@ ROOT = Path(moefuse.__file__).parent
 
 #: room -> rooms it may import; nothing points back
 MAY_IMPORT = {
-    "types": set(),
     "config": set(),
-    "quant": {"types", "config"},
+    "quant": {"config"},
+    "types": {"quant"},
     "backends": {"quant", "types", "config"},
     "ops": {"backends", "quant", "types", "config"},
     "nn": {"ops", "quant", "types", "config"},

@@ -14,9 +14,12 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from moefuse.quant.tensor import QuantTensor
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 GROUP_SCORES = ("max", "top2_sum")
@@ -25,6 +28,9 @@ ACTIVATION_KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
 FLOAT32 = torch.finfo(torch.float32)
+
+#: a stack of expert matrices ``[E, N, K]``, as numbers or in blocks
+Weight = Tensor | QuantTensor
 
 # The floor under a renormalising sum. No finite softmax row reaches 2**-14; the others follow DeepSeek-V3.
 _NORM_FLOOR = {"softmax": 2.0**-14, "sigmoid": 1e-20, "sqrtsoftplus": 1e-20}
@@ -234,3 +240,66 @@ class Plan:
     @property
     def assignments(self) -> int:
         return self.order.shape[0]
+
+
+class Router(NamedTuple):
+    """What `moefuse.gate` routes with: the router's weight, the norm before it, and what is added to its product."""
+
+    weight: Tensor
+    norm_weight: Tensor | None = None
+    bias: Tensor | None = None
+    logit_bias: Tensor | None = None
+    per_expert_scale: Tensor | None = None
+    eps: float = 1e-6
+
+
+class Stacks(NamedTuple):
+    """The experts' weights and biases. ``gate_up`` is the gate alone where ``up`` comes apart from it, or where nothing
+    is gated; each stack has a format of its own."""
+
+    gate_up: Weight
+    up: Weight | None
+    down: Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    layout: str = "halves"
+
+    @property
+    def specs(self) -> tuple[str | None, str | None, str | None]:
+        """The `QuantTensor.spec` of each stack, None for numbers."""
+        return spec_of_weight(self.gate_up), spec_of_weight(self.up), spec_of_weight(self.down)
+
+
+class Tail(NamedTuple):
+    """What follows the weighted sum of the experts: shared expert, residual, and the norm of the result."""
+
+    shared: Tensor | None = None
+    shared_gate: Tensor | None = None
+    shared_logit: Tensor | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    eps: float = 1e-6
+
+
+class Outputs(NamedTuple):
+    """Where an op writes: the sum, and its norm where the tail has one."""
+
+    out: Tensor
+    normed: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Of which inputs of `moefuse.experts` a backward pass needs gradients."""
+
+    x: bool
+    weights: bool
+    gate_up: bool
+    up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
+def spec_of_weight(weight: object) -> str | None:
+    """The `QuantTensor.spec` of a weight in blocks, or None."""
+    return weight.spec if isinstance(weight, QuantTensor) else None
