@@ -44,9 +44,9 @@ class ExpertsLoRA(nn.Module):
         return self.scale * added
 
     def down(self, hidden: Tensor, plan: Plan, backend: str | None) -> Tensor:
-        """What it adds to the experts' outputs, ``[S, H]`` expert-major, for hidden rows ``[S, I]``."""
+        """What it adds to the experts' outputs, ``[S, H]`` in slot order, for expert-major rows ``[S, I]``."""
         inner = grouped_linear(hidden, self.down_a.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
-        added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=True, backend=backend)
         return self.scale * added
 
     def extra_repr(self) -> str:
