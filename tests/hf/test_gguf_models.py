@@ -9,7 +9,7 @@ from gguf_files import END, KINDS, LATER, OLD, TEXT, make
 from torch import Tensor, nn
 
 import moefuse.hf
-from moefuse.hf.block_experts import BlockExperts, block_experts
+from moefuse.hf.gguf_experts import BlockExperts, block_experts
 from moefuse.hf.gguf_models import ARCHITECTURES
 from moefuse.hf.support import on_interface
 from moefuse.quant.gguf import read, write

@@ -1,6 +1,7 @@
 """patch: whole blocks, everything else as it was."""
 
 import copy
+import importlib
 import io
 
 import pytest
@@ -10,22 +11,23 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import moefuse.hf
-from moefuse.hf import blocks, patch, unpatch
-from moefuse.nn.recognize import block_of, mlp_of
+from moefuse.hf import patch, unpatch
+from moefuse.nn.recognize import layer_of, mlp_of
 from moefuse.testing.compare import difference
+
+patch_module = importlib.import_module("moefuse.hf.patch")  # the package's attribute of that name is the function
 
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each call of a whole block."""
+    """One entry for each call of a whole layer."""
     calls: list[str] = []
-    real = blocks.gate
 
     def counted(*args: object, **kwargs: object) -> object:
-        calls.append("gate")
-        return real(*args, **kwargs)
+        calls.append("moe")
+        return moefuse.moe(*args, **kwargs)
 
-    monkeypatch.setattr(blocks, "gate", counted)
+    monkeypatch.setattr(patch_module, "moe", counted)
     return calls
 
 
@@ -84,13 +86,13 @@ def test_twice_is_once_and_unpatch_restores() -> None:
 
 def test_blocks_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[nn.Module] = []
-    real = blocks.block_of
+    real = patch_module.layer_of
 
     def counted(block: nn.Module, *args: object) -> object:
         looked.append(block)
         return real(block, *args)
 
-    monkeypatch.setattr(blocks, "block_of", counted)
+    monkeypatch.setattr(patch_module, "layer_of", counted)
     assert len(patch(tiny_model("qwen2_moe")).patched) == 2
     assert len(looked) == 1
     report = patch(tiny_model("phimoe"))
@@ -273,19 +275,19 @@ def moe_block(family: str) -> nn.Module:
 
 
 def test_rules_are_read_off_behaviour() -> None:
-    rule = block_of(moe_block("deepseek_v3"))
+    rule = layer_of(moe_block("deepseek_v3"))
     assert (rule.routing.score, rule.routing.groups, rule.routing.top_groups) == ("sigmoid", 4, 2)
     assert rule.routing.scale == 2.5
     assert rule.selection_bias == "gate.e_score_correction_bias"
-    rule = block_of(moe_block("gpt_oss"))
+    rule = layer_of(moe_block("gpt_oss"))
     assert (rule.routing.score, rule.logit_bias, rule.returns_weights) == ("softmax", "router.bias", True)
-    rule = block_of(moe_block("qwen2_moe"))
+    rule = layer_of(moe_block("qwen2_moe"))
     assert (rule.shared, rule.shared_gate) == ("shared_expert", "shared_expert_gate")
 
 
 def test_rules_need_no_weights() -> None:
     block = moe_block("deepseek_v3")
-    assert block_of(copy.deepcopy(block).to("meta")) == block_of(block)
+    assert layer_of(copy.deepcopy(block).to("meta")) == layer_of(block)
 
 
 def test_a_clamp_in_the_shared_expert_is_noticed() -> None:

@@ -233,7 +233,7 @@ def _use(model: Any, implementation: str) -> None:
 
 def _refuse_compare(model: Any, device: torch.device) -> None:
     """The stock implementations want the experts of a GGUF file as numbers, several times their size."""
-    from moefuse.hf.block_experts import dequantized_bytes
+    from moefuse.hf.gguf_experts import dequantized_bytes
 
     needed, free = dequantized_bytes(model), _free_memory(device)
     if free is not None and needed > free:

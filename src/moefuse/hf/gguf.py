@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moefuse.hf.block_experts import BlockExperts, refuse_to_save
 from moefuse.hf.experts import known_activation
+from moefuse.hf.gguf_experts import BlockExperts, refuse_to_save
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys
 from moefuse.hf.gguf_tokenizer import read_tokenizer
 from moefuse.hf.register import NAME

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation
+from moefuse.hf.gguf_experts import BlockExperts
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,9 @@ class MoE(nn.Module):
         Takes the blocks that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
         Stacks that Hugging Face keeps transposed (gpt-oss) are laid anew, once.
         """
-        from moefuse.nn.from_hf import read_block
+        from moefuse.nn.from_hf import read_layer
 
-        options, tensors = read_block(block)
+        options, tensors = read_layer(block)
         with torch.device("meta"):
             module = cls(**options)
         for name, value in tensors.items():

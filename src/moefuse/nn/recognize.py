@@ -133,7 +133,7 @@ def mlp_of(mlp: nn.Module) -> Activation | None:
 
 
 @dataclass(frozen=True)
-class BlockRule:
+class LayerRule:
     """What a block of router, experts and shared expert computes. Tensors are named by their path in the block."""
 
     routing: Routing
@@ -145,13 +145,17 @@ class BlockRule:
     returns_weights: bool = False
     same_in_training: bool = True
 
-    def tensor(self, block: nn.Module, path: str | None) -> Tensor | None:
-        """The tensor at a path, as ``[E]`` or ``[.., H]``."""
-        if path is None:
-            return None
-        owner, _, name = path.rpartition(".")
-        value: Tensor = getattr(block.get_submodule(owner), name)
-        return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
+
+def place_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor at a path, and the tensor's name there."""
+    owner, _, name = path.rpartition(".")
+    return layer.get_submodule(owner), name
+
+
+def tensor_at(owner: nn.Module, name: str) -> Tensor:
+    """A tensor in its place, a single row as a vector."""
+    value: Tensor = getattr(owner, name)
+    return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
 
 
 def structure_of(block: nn.Module) -> tuple[Any, ...]:
@@ -193,7 +197,7 @@ _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
 @_one_thread()
-def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
+def layer_of(block: nn.Module, likely: Iterable[LayerRule] = ()) -> LayerRule:
     """Recognise a block; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(block)
     for tried in ((rule.routing,) for rule in dict.fromkeys(likely)), (None,):
@@ -270,7 +274,7 @@ class _Recorder(nn.Module):
 
 def _probe(
     block: nn.Module, parts: _Parts, seed: int, bias_size: float, routings: tuple[Routing, ...] | None
-) -> list[BlockRule]:
+) -> list[LayerRule]:
     """The rules that fit the block on one draw of weights and inputs, simple ones first."""
     generator = torch.Generator().manual_seed(seed)
     E, H = parts.num_experts, parts.hidden
@@ -317,7 +321,7 @@ def _probe(
         routings = tuple(_rules(ids.shape[1], E, probe))
     fitting = _routings(rows, weight, vectors, ids, weights * _snap(factor, numbers), numbers, routings)
     rest = (parts.shared, parts.shared_gate, weights_too, _same_in_training(probe, x, out, experts))
-    return [BlockRule(rule, parts.router, logit, selection, *rest) for rule, logit, selection in fitting]
+    return [LayerRule(rule, parts.router, logit, selection, *rest) for rule, logit, selection in fitting]
 
 
 def _run(probe: nn.Module, x: Tensor) -> Any:
