@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import moefuse.hf
 from moefuse.hf import patch, unpatch
-from moefuse.nn.recognize import layer_of, mlp_of
+from moefuse.nn.recognize import mlp_of, rule_of
 from moefuse.testing.compare import difference
 
 patch_module = importlib.import_module("moefuse.hf.patch")  # the package's attribute of that name is the function
@@ -86,13 +86,13 @@ def test_twice_is_once_and_unpatch_restores() -> None:
 
 def test_blocks_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[nn.Module] = []
-    real = patch_module.layer_of
+    real = patch_module.rule_of
 
     def counted(block: nn.Module, *args: object) -> object:
         looked.append(block)
         return real(block, *args)
 
-    monkeypatch.setattr(patch_module, "layer_of", counted)
+    monkeypatch.setattr(patch_module, "rule_of", counted)
     assert len(patch(tiny_model("qwen2_moe")).patched) == 2
     assert len(looked) == 1
     report = patch(tiny_model("phimoe"))
@@ -275,19 +275,19 @@ def moe_block(family: str) -> nn.Module:
 
 
 def test_rules_are_read_off_behaviour() -> None:
-    rule = layer_of(moe_block("deepseek_v3"))
+    rule = rule_of(moe_block("deepseek_v3"))
     assert (rule.routing.score, rule.routing.groups, rule.routing.top_groups) == ("sigmoid", 4, 2)
     assert rule.routing.scale == 2.5
     assert rule.selection_bias == "gate.e_score_correction_bias"
-    rule = layer_of(moe_block("gpt_oss"))
+    rule = rule_of(moe_block("gpt_oss"))
     assert (rule.routing.score, rule.logit_bias, rule.returns_weights) == ("softmax", "router.bias", True)
-    rule = layer_of(moe_block("qwen2_moe"))
+    rule = rule_of(moe_block("qwen2_moe"))
     assert (rule.shared, rule.shared_gate) == ("shared_expert", "shared_expert_gate")
 
 
 def test_rules_need_no_weights() -> None:
     block = moe_block("deepseek_v3")
-    assert layer_of(copy.deepcopy(block).to("meta")) == layer_of(block)
+    assert rule_of(copy.deepcopy(block).to("meta")) == rule_of(block)
 
 
 def test_a_clamp_in_the_shared_expert_is_noticed() -> None:

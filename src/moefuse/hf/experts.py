@@ -114,8 +114,8 @@ def _fields_at(address: int) -> tuple[Any, ...]:
 
 
 def _with_own_parts(module: Any, x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks) -> Any:
-    """Our products and sum around the module's own gate and norm."""
-    own_gate = module._apply_gate if module.has_gate else module.act_fn
+    """Our products and sum around the module's own activation and norm."""
+    own_activation = module._apply_gate if module.has_gate else module.act_fn
     own_norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     order = plan(ids, stacks.down.shape[0])
-    return composed(x, ids, weights, stacks, order, own_gate, Tail(), after=own_norm)
+    return composed(x, ids, weights, stacks, order, own_activation, Tail(), after=own_norm)

@@ -192,7 +192,7 @@ def _tied(model: Any) -> set[str]:
 def _experts_of(file: GGUFFile, layer: int, stock: Any, dtype: torch.dtype, exact: bool) -> BlockExperts:
     activation = known_activation(stock)
     if activation is None:
-        raise ValueError(f"from_gguf: the gate of {type(stock).__name__} must be one of ours, got another")
+        raise ValueError(f"from_gguf: the activation of {type(stock).__name__} must be one of ours, got another")
     tensors = read_experts(file, layer)
     E, H, I = tensors["down"].shape
     want = tuple(stock.down_proj.transpose(1, 2).shape if stock.is_transposed else stock.down_proj.shape)

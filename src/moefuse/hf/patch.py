@@ -16,7 +16,7 @@ from moefuse.hf.experts import known_activation, restore_order, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.register import NAME
 from moefuse.hf.support import interface_of, on_interface
-from moefuse.nn.recognize import LayerRule, NotRecognized, layer_of, mlp_of, place_of, structure_of, tensor_at
+from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, place_of, rule_of, structure_of, tensor_at
 from moefuse.nn.shared import arguments, shared_expert, shared_logit
 from moefuse.types import Activation, Stacks
 
@@ -137,7 +137,7 @@ def _rules_of(layer: nn.Module, seen: dict[Any, Any]) -> tuple[LayerRule, Activa
     if structure not in seen:
         known = [rule for rule, _ in (found for found in seen.values() if not isinstance(found, NotRecognized))]
         try:
-            rule = layer_of(layer, known)
+            rule = rule_of(layer, known)
             seen[structure] = rule, None if rule.shared is None else mlp_of(layer.get_submodule(rule.shared))
         except NotRecognized as reason:
             seen[structure] = reason
@@ -153,7 +153,7 @@ def _understand(layer: nn.Module, seen: dict[Any, Any]) -> _Fused:
         raise NotRecognized(f"its experts are wrapped in {type(module).__name__}")
     activation = None if module is None else known_activation(module)
     if module is not None and activation is None:
-        raise NotRecognized("the gate of its experts is not one of ours")
+        raise NotRecognized("the activation of its experts is not one of ours")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("its experts are normed before they are summed")
     rule, shared = _rules_of(layer, seen)
@@ -165,7 +165,7 @@ def _understand(layer: nn.Module, seen: dict[Any, Any]) -> _Fused:
     wrapped = [name for parent, name, part in parts if not _are_bare(((parent, name, part),))]
     if wrapped or "forward" in vars(layer):
         raise NotRecognized(f"{', '.join(wrapped) or 'the layer'} is wrapped: hooks, offloading or parallelism")
-    assert activation is not None  # layer_of refuses a layer without experts
+    assert activation is not None  # rule_of refuses a layer without experts
     named = {"bias": rule.selection_bias, "logit_bias": rule.logit_bias}
     biases = {name: place_of(layer, path) for name, path in named.items() if path is not None}
     return _Fused(rule, activation, shared, place_of(layer, rule.router), biases, tuple(parts))
@@ -202,8 +202,8 @@ def _shared(layer: Any, fused: _Fused, rows: Tensor) -> dict[str, Any]:
         gated = fused.shared.gated
         stacks = Stacks(module.gate_proj.weight.unsqueeze(0), up, down) if gated else Stacks(up, None, down)
         out = shared_expert(rows, stacks, fused.shared)
-    weigher = None if rule.shared_gate is None else tensor_at(getattr(layer, rule.shared_gate), "weight")
-    return {"shared": out, "shared_logit": shared_logit(rows, weigher)}
+    shared_gate = None if rule.shared_gate is None else tensor_at(getattr(layer, rule.shared_gate), "weight")
+    return {"shared": out, "shared_logit": shared_logit(rows, shared_gate)}
 
 
 def _may_fuse(layer: Any, fused: _Fused, hidden_states: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moefuse.nn.recognize import NotRecognized, activation_of, layer_of, layout_of, mlp_of, place_of, tensor_at
+from moefuse.nn.recognize import NotRecognized, activation_of, layout_of, mlp_of, place_of, rule_of, tensor_at
 from moefuse.types import Activation
 
 
@@ -40,7 +40,7 @@ def read_layer(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    rule = layer_of(layer)
+    rule = rule_of(layer)
     experts: Any = layer.get_submodule("experts")
     activation = activation_of(experts)
     if activation is None or getattr(experts, "has_post_expert_norm", False):
@@ -51,8 +51,7 @@ def _read(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if rule.shared is not None:
         tensors |= _shared_tensors(layer.get_submodule(rule.shared), activation)
     if rule.shared_gate is not None:
-        weigher: Any = layer.get_submodule(rule.shared_gate)
-        tensors["shared_gate"] = weigher.weight.detach()[0]
+        tensors["shared_gate"] = tensor_at(layer.get_submodule(rule.shared_gate), "weight").detach()
     E, H, I = tensors["down"].shape
     options = {
         "hidden": H,

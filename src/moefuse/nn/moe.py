@@ -1,4 +1,4 @@
-"""The mixture-of-experts block as a module."""
+"""The mixture-of-experts layer as a module."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class MoE(nn.Module):
 
     ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`.
 
-    >>> block = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
+    >>> layer = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
     >>> x = torch.randn(2, 5, 64)
-    >>> block(x, residual=x).shape
+    >>> layer(x, residual=x).shape
     torch.Size([2, 5, 64])
     """
 
@@ -157,9 +157,9 @@ class MoE(nn.Module):
 
     @classmethod
     def from_hf(cls, block: nn.Module) -> MoE:
-        """The module that computes what a Hugging Face block does, sharing its parameters.
+        """The module that computes what a Hugging Face MoE block does, sharing its parameters.
 
-        Takes the blocks that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
+        Takes the modules that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
         Stacks that Hugging Face keeps transposed (gpt-oss) are laid anew, once.
         """
         from moefuse.nn.from_hf import read_layer
@@ -179,7 +179,7 @@ class MoE(nn.Module):
         """The experts of one layer of a GGUF file, in the file's blocks: views of its map, nothing is copied.
 
         Takes the architectures that `moefuse.nn.from_gguf` knows, by name; any other is refused, never approximated.
-        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the block.
+        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the layer.
 
         Args:
             source: a path, or what `moefuse.quant.gguf.read` returned, which maps once for all layers.
