@@ -8,7 +8,7 @@ import torch
 
 import moefuse
 from moefuse import backends
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 LOGITS = torch.randn(2, 8)
 ROUTING = moefuse.Routing(top_k=2)

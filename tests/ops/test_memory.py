@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import moefuse
-from moefuse.ops import memory, replay, select
-from moefuse.ops.memory import settle
+from moefuse.ops._core import memory, replay, select
+from moefuse.ops._core.memory import settle
 from moefuse.testing import cases
 from moefuse.testing.strange import FORMS
 

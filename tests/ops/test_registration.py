@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse
 from moefuse import Activation, QuantTensor, Routing, backends
-from moefuse.ops.activation import flatten as flat_activation
+from moefuse.ops.glu import flatten as flat_activation
 from moefuse.ops.route import flatten as flat_routing
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import formats_of

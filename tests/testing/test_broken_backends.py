@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefuse import backends
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import CASES, map_tensors, run
 from moefuse.types import Routing
