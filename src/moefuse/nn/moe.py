@@ -13,11 +13,12 @@ from moefuse.nn.lora import ExpertsLoRA
 from moefuse.nn.shared import arguments, shared_expert, shared_logit
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
-from moefuse.ops.activation import check_activation, check_layout
-from moefuse.ops.checks import FLOATS, check_count, check_eps, check_instance, widen
+from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.checks import FLOATS, check_count, check_eps, check_instance
 from moefuse.ops.composed import composed
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
+from moefuse.ops.glu import check_activation, check_layout
 from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.checks import widen
+from moefuse.ops._core.arithmetic import widen
 from moefuse.ops.experts import experts
 from moefuse.types import Activation, Stacks
 

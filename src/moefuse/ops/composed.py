@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moefuse.ops.activation import glu
+from moefuse.ops._core.arithmetic import masked_weights
 from moefuse.ops.combine import combine
-from moefuse.ops.experts_training import mask
+from moefuse.ops.glu import glu
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.types import Activation, Plan, Stacks, Tail, Weight
 
@@ -74,7 +74,7 @@ def composed(
         y = y + adapters.down(hidden, plan, backend)
     if after is not None:
         y = after(y).to(x.dtype)
-    return combine(y, mask(weights, ids, plan.num_experts), **tail._asdict(), backend=backend)
+    return combine(y, masked_weights(weights, ids, plan.num_experts), **tail._asdict(), backend=backend)
 
 
 def _joined(z: Tensor, up: Tensor | None) -> Tensor:
