@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefuse import experts, plan
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.nn.recognize import activation_of, layout_of
-from moefuse.nn.shared import arguments
+from moefuse.nn.shared import stack_arguments
 from moefuse.ops.composed import composed
 from moefuse.types import Activation, Stacks, Tail
 
@@ -32,7 +32,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if activation is None or getattr(module, "has_post_expert_norm", False):
         out = _with_own_parts(module, x, top_k_index, weights, stacks)
     else:
-        out = experts(x, top_k_index, weights, activation=activation, **arguments(stacks))
+        out = experts(x, top_k_index, weights, activation=activation, **stack_arguments(stacks))
     return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
 
 

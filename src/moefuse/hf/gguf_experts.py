@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse.nn.shared import arguments
+from moefuse.nn.shared import stack_arguments
 from moefuse.ops.experts import experts
 from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import Activation, Stacks, Weight
@@ -77,7 +77,7 @@ class BlockExperts(nn.Module):
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""
         # Under autocast the rows may be wider or narrower than numbers among the stacks, which decide.
         x = hidden_states if self.takes(hidden_states.dtype) else hidden_states.to(self._plain_type())
-        out: Any = experts(x, top_k_index, top_k_weights, activation=self.activation, **arguments(self.stacks()))
+        out: Any = experts(x, top_k_index, top_k_weights, activation=self.activation, **stack_arguments(self.stacks()))
         return out.to(hidden_states.dtype)  # type: ignore[no-any-return]  # no norm_weight: one tensor
 
     def _plain_type(self) -> torch.dtype | None:

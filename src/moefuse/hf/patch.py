@@ -17,7 +17,7 @@ from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.register import NAME
 from moefuse.hf.support import interface_of, on_interface
 from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, place_of, rule_of, structure_of, tensor_at
-from moefuse.nn.shared import arguments, shared_expert, shared_logit
+from moefuse.nn.shared import shared_expert, shared_logit, stack_arguments
 from moefuse.types import Activation, Stacks
 
 # Older releases record through hooks of other names, which `_are_bare` sees.
@@ -179,7 +179,7 @@ def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     router, routing = tensor_at(*fused.router), fused.rule.routing
     biases: dict[str, Any] = {name: tensor_at(*place) for name, place in fused.biases.items()}
-    options = arguments(stacks_of(layer.experts)) | _shared(layer, fused, rows) | {"activation": fused.activation}
+    options = stack_arguments(stacks_of(layer.experts)) | _shared(layer, fused, rows) | {"activation": fused.activation}
     out: Any  # no norm_weight is given, so each op returns one tensor
     if not fused.rule.returns_weights:
         out = moe(rows, router, routing=routing, **biases, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
-from moefuse.nn.shared import arguments, shared_expert, shared_logit
+from moefuse.nn.shared import shared_expert, shared_logit, stack_arguments
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
 from moefuse.ops._core.arithmetic import widen
@@ -25,6 +25,8 @@ from moefuse.ops.route import check_routing, route
 from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import Activation, Routing, Stacks, Tail
+
+_FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
 
 
 class MoE(nn.Module):
@@ -92,16 +94,8 @@ class MoE(nn.Module):
         check_layout("MoE", layout)
         check_layout("MoE", shared_layout)
         check_eps("MoE", "eps", eps)
-        flags = {
-            "bias": bias,
-            "logit_bias": logit_bias,
-            "selection_bias": selection_bias,
-            "per_expert_scale": per_expert_scale,
-            "shared_gate": shared_gate,
-            "norm": norm,
-            "next_norm": next_norm,
-        }
-        for name, flag in flags.items():
+        flags = (bias, logit_bias, selection_bias, per_expert_scale, shared_gate, norm, next_norm)
+        for name, flag in zip(_FLAGS, flags, strict=True):
             check_instance("MoE", name, flag, bool)
         if shared_gate and not shared_intermediate:
             raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
@@ -215,6 +209,7 @@ class MoE(nn.Module):
         return wrap(value.unsqueeze(0) if value.dim() == 2 else value, spec)
 
     def _stacks(self, dtype: torch.dtype | None) -> Stacks:
+        """The experts as the ops take them; where gate and up come apart, there is no layout to choose."""
         gate_up, up, down = (self.stack(name, dtype) for name in ("gate_up", "up", "down"))
         layout = self.layout if up is None else "halves"
         return Stacks(gate_up, up, down, self.gate_up_bias, self.down_bias, layout)
@@ -277,13 +272,14 @@ class MoE(nn.Module):
         added = None if residual is None else residual.reshape(rows.shape)
         run = self._in_one_call if self._is_whole(dtype in (None, x.dtype)) else self._in_parts
         result = run(rows, stacks, added, backend, dtype)
-        if isinstance(result, tuple):
-            return _shaped(result[0], x), _shaped(result[1], x)
-        return _shaped(result, x)
+        if isinstance(result, Tensor):
+            return _shaped(result, x)
+        out, normed = result
+        return _shaped(out, x), _shaped(normed, x)
 
     def _is_whole(self, same_type: bool) -> bool:
-        """Whether nothing comes in between router and experts: no cast, no shared expert that needs the normed rows,
-        no adapters, no statistics, no losses or noise of a router in training."""
+        """Whether one call does all: nothing comes in between router and experts, neither a cast nor adapters,
+        statistics, a router's training, or a shared expert that needs the normed rows."""
         normed = self.norm_weight is not None and self.shared_down is not None
         noted = self.stats is not None or (self.training and self.router_training is not None)
         return same_type and not normed and not noted and self.lora is None
@@ -304,7 +300,7 @@ class MoE(nn.Module):
             next_eps=tail.eps,
             backend=backend,
             **self._router_options(),
-            **arguments(stacks),
+            **stack_arguments(stacks),
         )
 
     def _in_parts(
@@ -319,7 +315,7 @@ class MoE(nn.Module):
         if self.lora is not None:
             order = plan(ids, self.router.shape[0], backend=backend)
             return composed(normed, ids, weights, stacks, order, self.activation, tail, backend, adapters=self.lora)
-        options = arguments(stacks) | tail._asdict()
+        options = stack_arguments(stacks) | tail._asdict()
         return experts(normed, ids, weights, activation=self.activation, backend=backend, **options)
 
     def _router_options(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from moefuse.ops.experts import experts
 from moefuse.types import Activation, Stacks
 
 
-def arguments(stacks: Stacks) -> dict[str, Any]:
+def stack_arguments(stacks: Stacks) -> dict[str, Any]:
     """Stacks as keyword arguments of `moefuse.experts` and `moefuse.moe`."""
     given = stacks._asdict()
     up = given.pop("up")
@@ -24,7 +24,7 @@ def arguments(stacks: Stacks) -> dict[str, Any]:
 def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: str | None = None) -> Tensor:
     """The output ``[T, H]`` of a shared expert: an expert alone in its stacks, to which every token goes."""
     ids, weights = x.new_zeros((x.shape[0], 1), dtype=torch.int32), x.new_ones((x.shape[0], 1))
-    out: Any = experts(x, ids, weights, **arguments(stacks), activation=activation, backend=backend)
+    out: Any = experts(x, ids, weights, **stack_arguments(stacks), activation=activation, backend=backend)
     return out  # type: ignore[no-any-return]  # no norm_weight: one tensor
 
 
