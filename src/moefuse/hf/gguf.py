@@ -102,8 +102,8 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if function is torch.empty and args and options.get("device") is None:
-            sizes = args[0] if isinstance(args[0], (tuple, list)) else args
-            if math.prod(sizes) > _LARGE:
+            first, *_ = args
+            if math.prod(first if isinstance(first, (tuple, list)) else args) > _LARGE:
                 options["device"] = "meta"
         return function(*args, **options)
 

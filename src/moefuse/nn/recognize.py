@@ -267,9 +267,9 @@ class _Recorder(nn.Module):
             if not name.startswith("_") and isinstance(value, (int, float)) and name != "training":
                 setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.append((*args, *kwargs.values()))
-        return self.answer.clone().view(args[0].shape)
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Tensor:
+        self.calls.append((hidden_states, *rest, *named.values()))
+        return self.answer.clone().view(hidden_states.shape)
 
 
 def _probe(
@@ -312,7 +312,8 @@ def _probe(
         raise NotRecognized("it returns a second value that is not the routing weights")
     if given.shape != rows.shape or not torch.equal(given, rows):
         raise NotRecognized("it changes the hidden state before the experts")
-    if shared is not None and (len(shared.calls) != 1 or not torch.equal(shared.calls[0][0].reshape(T, H), rows)):
+    seen = [] if shared is None else [hidden_states.reshape(T, H) for hidden_states, *_ in shared.calls]
+    if shared is not None and (len(seen) != 1 or not torch.equal(seen[0], rows)):
         raise NotRecognized("it changes the hidden state before the shared expert, or does not always run it")
     factor = _composition(out.reshape(T, H), answers[0], answers[1] if shared is not None else None, shared_gate, rows)
     numbers = {1.0, *_numbers(layer), *(n for child in probe.modules() for n in _numbers(child))}
