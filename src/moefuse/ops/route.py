@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,19 +81,57 @@ def _exactly(logits: Tensor) -> Tensor:
     return logits.double() if logits.device.type == "cpu" else logits
 
 
+def _softmax_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return scores * (grad - (grad * scores).sum(-1, keepdim=True))
+
+
+def _sigmoid_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return grad * scores * (1 - scores)
+
+
+def _sqrtsoftplus(logits: Tensor) -> Tensor:
+    # softplus is e**x down there, and its root is taken before it underflows
+    return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
+
+
+def _sqrtsoftplus_backward(grad: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+    # A score that underflowed to zero has no derivative left.
+    return torch.where(scores > 0, grad * torch.sigmoid(logits) / (2 * scores), 0)
+
+
+class Score(NamedTuple):
+    """Logits to scores, row by row; and ``backward(grad, logits, scores)``."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+#: one row for each of `moefuse.types.SCORES`
+SCORES = {
+    "softmax": Score(lambda logits: torch.softmax(logits, dim=-1), _softmax_backward),
+    "sigmoid": Score(torch.sigmoid, _sigmoid_backward),
+    "sqrtsoftplus": Score(_sqrtsoftplus, _sqrtsoftplus_backward),
+}
+
+
+def _score(routing: Routing) -> Score:
+    if routing.score not in SCORES:
+        raise NotImplementedError(
+            f"reference: no kernels for the score {routing.score!r}, only for {', '.join(SCORES)}"
+        )
+    return SCORES[routing.score]
+
+
+def _capped(logits: Tensor, routing: Routing) -> Tensor:
+    return logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
+
+
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
-    if routing.softcap is not None:
-        capped = routing.softcap * torch.tanh(logits / routing.softcap)
-        # A masked expert stays masked: it has no part in the softmax either.
-        logits = capped.masked_fill(logits == -torch.inf, -torch.inf)
-    if routing.score == "softmax":
-        return torch.softmax(logits, dim=-1)
-    if routing.score == "sigmoid":
-        return torch.sigmoid(logits)
-    if routing.score == "sqrtsoftplus":
-        # softplus is e**x down there, and its root is taken before it underflows
-        return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
-    raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    # A masked expert stays masked: it has no part in the softmax either.
+    capped = (
+        logits if routing.softcap is None else _capped(logits, routing).masked_fill(logits == -torch.inf, -torch.inf)
+    )
+    return _score(routing).value(capped)
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -192,16 +230,7 @@ def route_backward_reference(
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-    if routing.score == "softmax":
-        d_logits = scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
-    elif routing.score == "sigmoid":
-        d_logits = d_scores * scores * (1 - scores)
-    elif routing.score == "sqrtsoftplus":
-        capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
-        # A score that underflowed to zero has no slope left.
-        d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
-    else:
-        raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    d_logits = _score(routing).backward(d_scores, _capped(logits, routing), scores)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)
