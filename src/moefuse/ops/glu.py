@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.codes import Codes, interleaved
-from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import FLOATS, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
-from moefuse.ops._core.select import inherit, select
+from moefuse.ops._core.select import inherit
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, Activation
 
 
@@ -222,25 +222,9 @@ def glu_backward_reference(
     return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
 
 
-def _glu_kernel(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    return select(glu_reference, gate_up, backend)(gate_up, up, activation, layout)
-
-
-def _glu_fake(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+def _fake(gate_up: Tensor, up: Tensor | None, activation: Activation, _layout: str) -> Tensor:
     I = gate_up.shape[-1] // 2 if up is None and activation.gated else gate_up.shape[-1]
     return gate_up.new_empty((*gate_up.shape[:-1], I))
-
-
-def _glu_backward_kernel(
-    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
-) -> tuple[Tensor, Tensor]:
-    return select(glu_backward_reference, gate_up, backend)(grad, gate_up, up, activation, layout)
-
-
-def _glu_backward_fake(
-    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
-) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), grad.new_empty(0 if up is None else up.shape)
 
 
 def _backward(
@@ -257,13 +241,10 @@ def _backward(
     return {"gate_up": d_gate_up, "up": d_up}
 
 
-_glu = define(
-    "glu", _glu_kernel, reference=glu_reference, fake=_glu_fake, rule=Rule(lambda _, *values: values, _backward)
-)
+_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(lambda _, *values: values, _backward))
 _glu_backward = define(
-    "glu_backward",
-    _glu_backward_kernel,
-    reference=glu_backward_reference,
-    fake=_glu_backward_fake,
+    glu_backward_reference,
+    "gate_up",
+    fake=lambda _grad, gate_up, up, *_: fresh_like(gate_up, gate_up, up),
     rule=refuse_second_order("glu"),
 )

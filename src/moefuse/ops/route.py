@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.backends.codes import sums_two
-from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
-from moefuse.ops._core.select import inherit, select
+from moefuse.ops._core.select import inherit
 from moefuse.types import MAX_EXPERTS, Routing
 
 
@@ -207,36 +207,11 @@ def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Ro
     return d_logits.masked_fill(logits == -torch.inf, 0)
 
 
-def _route_kernel(
-    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return select(route_reference, logits, backend)(logits, bias, per_expert_scale, routing)
-
-
-def _route_fake(
-    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return fresh_routes(logits, routing)
-
-
 def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Weights and ids for as many tokens as ``like`` has, not filled."""
     shape = (like.shape[0], routing.top_k)
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
-
-
-def _route_backward_kernel(
-    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return select(route_backward_reference, logits, backend)(grad, logits, ids, per_expert_scale, routing)
-
-
-def _route_backward_fake(
-    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    scale = per_expert_scale
-    return logits.new_empty(logits.shape), logits.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
 def _keep(
@@ -266,11 +241,15 @@ def _backward(
     return {"logits": d_logits, "per_expert_scale": d_scale}
 
 
-_route = define("route", _route_kernel, reference=route_reference, fake=_route_fake, rule=Rule(_keep, _backward))
+_route = define(
+    route_reference,
+    "logits",
+    fake=lambda logits, _bias, _scale, routing: fresh_routes(logits, routing),
+    rule=Rule(_keep, _backward),
+)
 _route_backward = define(
-    "route_backward",
-    _route_backward_kernel,
-    reference=route_backward_reference,
-    fake=_route_backward_fake,
+    route_backward_reference,
+    "logits",
+    fake=lambda _grad, logits, _ids, scale, _routing: fresh_like(logits, logits, scale),
     rule=refuse_second_order("route"),
 )
