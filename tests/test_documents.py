@@ -101,7 +101,7 @@ def test_the_picture_of_imports_is_the_rule() -> None:
         assert arrows[room] <= allowed <= reached(room), room
 
 
-@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocs is not installed: pip install 'moefuse[docs]'")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocs and mkdocstrings are not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
