@@ -14,7 +14,7 @@ from metal_target import TARGET, counted, simulated
 
 import moefuse
 from moefuse import Activation, Routing
-from moefuse.backends.metal import codes, launch, tiles
+from moefuse.backends.metal import launch, shaders, tiles
 from moefuse.testing import cases
 from moefuse.testing.compare import Tolerance, difference
 from moefuse.testing.msl import Fault, shuffled
@@ -410,7 +410,7 @@ BREAKS: dict[str, tuple[str, str, str]] = {
 
 def break_shaders(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Compile every shader with a change in it from now on."""
-    assert any(old in path.read_text() for path in codes.SHADERS.glob("*.metal")), f"no shader has {old!r} any more"
+    assert any(old in path.read_text() for path in shaders.HOME.glob("*.metal")), f"no shader has {old!r} any more"
     whole: Callable = launch.compile_shader
     monkeypatch.setattr(launch, "compile_shader", lambda text: whole(text.replace(old, new)))
 
@@ -440,15 +440,15 @@ def test_every_broken_kernel_is_seen(kernel, monkeypatch) -> None:
 
 def test_shaders_are_ascii_and_complete() -> None:
     """torch hands the text over as ASCII; a file that is not installed would be missed on a Mac only."""
-    for path in codes.SHADERS.glob("*.metal"):
+    for path in shaders.HOME.glob("*.metal"):
         path.read_bytes().decode("ascii")
-    names = {path.stem for path in codes.SHADERS.glob("*.metal")}
+    names = {path.stem for path in shaders.HOME.glob("*.metal")}
     assert {"common", "route", "gate", "plan", "combine", "experts_decode", "tiles", "grouped_linear"} <= names
 
 
 def test_structures_hold_numbers_of_one_kind() -> None:
     """A list of Python ints arrives as 64-bit integers, one of floats as float32; the simulator compares lengths."""
-    text = "".join(path.read_text() for path in codes.SHADERS.glob("*.metal"))
+    text = "".join(path.read_text() for path in shaders.HOME.glob("*.metal"))
     structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
     given = [part for part in structures if f"constant {part.split()[0]}&" in text]
     assert given

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from moefuse.backends.metal import codes
+from moefuse.backends.metal import codes, shaders
 from moefuse.testing import msl
 from moefuse.testing.msl import language
 from moefuse.testing.msl.build import CPP, preprocess
 from moefuse.testing.msl.shader import Shader
 
 PRELUDE = "#include <metal_stdlib>\nusing namespace metal;\n"
-SHADERS = sorted(codes.SHADERS.glob("*.metal"))
+SHADERS = sorted(shaders.HOME.glob("*.metal"))
 
 
 def test_the_headers_have_what_the_list_allows_and_no_more() -> None:

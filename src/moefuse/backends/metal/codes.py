@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from moefuse.backends.codes import Codes
+from moefuse.backends.metal.shaders import text_of
 from moefuse.quant.formats import FORMATS
 from moefuse.types import ACTIVATION_KINDS, SCORES
-
-SHADERS = Path(__file__).parent / "shaders"
-
-
-def text_of(name: str) -> str:
-    return (SHADERS / f"{name}.metal").read_text(encoding="ascii")
 
 
 def _functions(name: str, start: str) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal import codes
+from moefuse.backends.metal.shaders import text_of
 
 #: what compiles a shader's source; the simulator puts itself here
 compile_shader: Callable[[str], Any] = torch.mps.compile_shader
@@ -35,7 +36,7 @@ _TYPES = {
 def source(files: tuple[str, ...], macros: tuple[tuple[str, Macro], ...]) -> str:
     """The text of a library: macros, what all kernels share, then ``files`` in their order."""
     lines = (f"#define {name} {_TYPES[value] if isinstance(value, torch.dtype) else value}\n" for name, value in macros)
-    return "".join((*lines, codes.MACROS, *(codes.text_of(name) for name in ("common", *files))))
+    return "".join((*lines, codes.MACROS, *(text_of(name) for name in ("common", *files))))
 
 
 @functools.lru_cache(512)
