@@ -15,10 +15,11 @@ from metal_target import TARGET, counted, simulated
 import moefuse
 from moefuse import Activation, Routing
 from moefuse.backends.metal import launch, shaders, tiles
-from moefuse.testing import cases
+from moefuse.testing import cases, inputs
 from moefuse.testing.compare import Tolerance, difference
 from moefuse.testing.msl import Fault, shuffled
 from moefuse.testing.poison import poisoned
+from moefuse.testing.strange import strange_cases
 
 BACKEND, DEVICE = TARGET
 F32 = Tolerance(1e-6, 1e-6, "f32 inside")
@@ -75,6 +76,17 @@ def test_every_way_to_run_the_gate(case, dtype, decode, whole, rng, monkeypatch)
 
 def normal(rng: torch.Generator, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(shape, generator=rng) * scale).to(dtype).to(DEVICE)
+
+
+def moved(made: dict) -> dict:
+    """Arguments of an op on the device."""
+    return {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in made.items()}
+
+
+def layer(T: int, E: int, H: int, I: int, routing: Routing) -> dict:
+    """Arguments of `moe`."""
+    made = inputs.Inputs(torch.Generator().manual_seed(1), torch.float32)
+    return moved(inputs.moe(T, E, H, I, routing)(made))
 
 
 def close(got: torch.Tensor, want: torch.Tensor, bound: Tolerance = F32) -> None:
@@ -333,11 +345,11 @@ def test_gate_proj_is_the_first_half() -> None:
 def test_the_same_bits_run_after_run(case) -> None:
     """Whatever the order in which threadgroups, simdgroups and lanes happen to run."""
     found = next(one for one in cases.CASES if one.id == case)
-    inputs = {k: cases.map_tensors(v, lambda t: t.to(DEVICE)) for k, v in found.inputs(5, torch.float32).items()}
+    here = moved(found.inputs(5, torch.float32))
     with shuffled(1):
-        first = cases._call(found.op, inputs, BACKEND)
+        first = cases._call(found.op, here, BACKEND)
     with shuffled(2):
-        second = cases._call(found.op, inputs, BACKEND)
+        second = cases._call(found.op, here, BACKEND)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -354,10 +366,9 @@ DECODE = next(case for case in cases.CASES if case.id == "moe/decode")
 
 
 @pytest.mark.parametrize("T", [1, 8])
-def test_a_decode_block_takes_four_launches(T) -> None:
+def test_a_decode_layer_takes_four_launches(T) -> None:
     """Gate with norm and routing, up with activation, down with combine and residual, and the next layer's norm."""
-    inputs = cases._moe(T, 32, 96, 32, Routing(top_k=8))(cases.Inputs(torch.Generator().manual_seed(1), torch.float32))
-    here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
+    here = layer(T, 32, 96, 32, Routing(top_k=8))
     found = counted(lambda: moefuse.moe(**here, backend=BACKEND))
     assert found == ["gate_whole", "decode_up", "decode_down", "norm_rows"]
     here["next_norm_weight"] = None
@@ -366,17 +377,14 @@ def test_a_decode_block_takes_four_launches(T) -> None:
 
 def test_a_large_router_takes_one_launch_more(monkeypatch) -> None:
     monkeypatch.setattr(tiles, "WHOLE_ROUTER", 0)
-    here = {n: cases.map_tensors(v, lambda t: t.to(DEVICE)) for n, v in DECODE.inputs(1, torch.float32).items()}
+    here = moved(DECODE.inputs(1, torch.float32))
     found = counted(lambda: moefuse.moe(**here, backend=BACKEND))
     assert found == ["gate_logits", "gate_route", "decode_up", "decode_down", "norm_rows"]
 
 
 def test_prefill_launches_do_not_grow_with_tokens() -> None:
     for T in (40, 80):
-        inputs = cases._moe(T, 8, 32, 16, Routing(top_k=2))(
-            cases.Inputs(torch.Generator().manual_seed(1), torch.float32)
-        )
-        here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
+        here = layer(T, 8, 32, 16, Routing(top_k=2))
         found = counted(lambda here=here: moefuse.moe(**here, backend=BACKEND))
         assert found == [
             "gate_logits_tiled",
@@ -474,7 +482,7 @@ def test_bad_indices_are_harmless(monkeypatch) -> None:
     check_bad_indices(BACKEND, DEVICE, monkeypatch)
 
 
-STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(EACH_CASE, one=True)]
+STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in strange_cases(EACH_CASE, one=True)]
 
 
 @pytest.mark.parametrize(("case", "strange"), STRANGE)
