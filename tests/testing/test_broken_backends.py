@@ -12,8 +12,9 @@ import torch
 from moefuse import backends
 from moefuse.ops import select
 from moefuse.quant.formats import FORMATS
-from moefuse.testing.cases import CASES, map_tensors, run
-from moefuse.types import Routing
+from moefuse.testing.cases import CASES, run
+from moefuse.testing.inputs import map_tensors
+from moefuse.types import Activation, Outputs, Routing, Stacks
 
 _REFERENCES = select.REFERENCES
 
@@ -21,8 +22,10 @@ _REFERENCES = select.REFERENCES
 def zeros(_: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*args: Any) -> Any:
         result = real(*args)
-        for t in [a for a in args[-2:] if isinstance(a, torch.Tensor)] if result is None else _tensors(result):
-            t.zero_()
+        written = next(a for a in args if isinstance(a, Outputs)) if result is None else _tensors(result)
+        for t in written:
+            if t is not None:
+                t.zero_()
         return result
 
     return broken
@@ -43,6 +46,23 @@ def dropped_slot(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def with_stacks(args: tuple[Any, ...], change: Callable[[Stacks], Stacks]) -> tuple[Any, ...]:
+    return tuple(change(a) if isinstance(a, Stacks) else a for a in args)
+
+
+def swapped_stacks(stacks: Stacks) -> Stacks:
+    if stacks.up is not None:
+        return stacks._replace(gate_up=stacks.up, up=stacks.gate_up)
+    if stacks.layout != "halves":
+        return stacks
+    return stacks._replace(gate_up=map_tensors(stacks.gate_up, lambda t: torch.cat(t.chunk(2, 1)[::-1], 1)))
+
+
+def next_stacks(stacks: Stacks) -> Stacks:
+    gate_up, down = (map_tensors(t, lambda t: t.roll(-1, 0)) for t in (stacks.gate_up, stacks.down))
+    return stacks._replace(gate_up=gate_up, down=down)
+
+
 def swapped_gate_and_up(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*args: Any) -> Any:
         if op == "glu" and args[1] is not None:
@@ -51,11 +71,8 @@ def swapped_gate_and_up(op: str, real: Callable[..., Any]) -> Callable[..., Any]
             halves = args[0].chunk(2, -1) if args[3] == "halves" else (args[0][..., ::2], args[0][..., 1::2])
             swapped = torch.cat(halves[::-1], -1) if args[3] == "halves" else torch.stack(halves[::-1], -1).flatten(-2)
             args = (swapped, *args[1:])
-        elif op == "experts" and args[4] is not None:
-            args = (*args[:3], args[4], args[3], *args[5:])
-        elif op == "experts" and args[17].gated and args[18] == "halves":
-            swapped = map_tensors(args[3], lambda t: torch.cat(t.chunk(2, 1)[::-1], 1))
-            args = (*args[:3], swapped, *args[4:])
+        elif op == "experts" and next(a for a in args if isinstance(a, Activation)).gated:
+            args = with_stacks(args, swapped_stacks)
         return real(*args)
 
     return broken
@@ -80,8 +97,10 @@ def next_expert(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
     """Every product takes the weights of the expert after the right one."""
 
     def broken(*args: Any) -> Any:
-        positions = {"grouped_linear": (1,), "experts": (3, 5)}.get(op, ())
-        return real(*(map_tensors(a, lambda t: t.roll(-1, 0)) if i in positions else a for i, a in enumerate(args)))
+        if op == "grouped_linear":
+            x, weight, *rest = args
+            args = (x, map_tensors(weight, lambda t: t.roll(-1, 0)), *rest)
+        return real(*with_stacks(args, next_stacks))
 
     return broken
 
