@@ -10,7 +10,7 @@ from metal_target import simulated
 
 from moefuse import Activation, Routing, backends, types
 from moefuse.backends.codes import Codes
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant import formats
 from moefuse.testing import cases
 

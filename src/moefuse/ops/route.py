@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,25 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.backends.codes import sums_two
-from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
-from moefuse.ops.library import define, refuse_second_order
-from moefuse.ops.select import inherit, select
+from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
+from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
+from moefuse.ops._core.select import inherit, select
 from moefuse.types import MAX_EXPERTS, Routing
-
-ROUTING_SCHEMA = (
-    "int top_k, str score, bool renormalize, float scale, int groups, int top_groups, str group_score, "
-    "float? softcap, float? norm_floor, bool renormalize_after_scale"
-)
-#: the oldest of these goes first
-routing_of = functools.lru_cache(256)(Routing)
-
-
-def flatten(routing: Routing) -> tuple[Any, ...]:
-    """A rule as op arguments, in the order of its fields."""
-    return (
-        routing.top_k, routing.score, routing.renormalize, routing.scale, routing.groups, routing.top_groups,
-        routing.group_score, routing.softcap, routing.norm_floor, routing.renormalize_after_scale,
-    )  # fmt: skip
 
 
 def route(
@@ -46,7 +32,7 @@ def route(
         routing: the rule.
         bias: ``[E]``, added to the score for selection only; -inf masks an expert.
         per_expert_scale: ``[E]``, multiplies the weight of the selected expert.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         weights ``[T, top_k]`` float32 and ids ``[T, top_k]`` int32, largest score first, ties to the lowest id.
@@ -62,8 +48,7 @@ def route(
     tensor([[0.5000, 0.5000]])
     """
     check("route", logits, routing, bias, per_expert_scale)
-    weights, ids = _route(logits, bias, per_expert_scale, *flatten(routing), backend)
-    return weights, ids
+    return _route(backend, logits, bias, per_expert_scale, routing)
 
 
 def check_routing(op: str, routing: Routing, num_experts: int) -> None:
@@ -222,53 +207,70 @@ def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Ro
     return d_logits.masked_fill(logits == -torch.inf, 0)
 
 
-def _route_kernel(logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, *rest: Any) -> Any:
-    *rule, backend = rest
-    return select("route", logits, backend).run(logits, bias, per_expert_scale, routing_of(*rule))
+def _route_kernel(
+    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    return select(route_reference, logits, backend)(logits, bias, per_expert_scale, routing)
 
 
-def _route_fake(logits: Tensor, bias: Any, per_expert_scale: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], top_k)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
+def _route_fake(
+    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    return fresh_routes(logits, routing)
 
 
-def _route_backward_kernel(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *rest: Any) -> Any:
-    *rule, backend = rest
-    return select("route_backward", logits, backend).run(grad, logits, ids, scale, routing_of(*rule))
+def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Weights and ids for as many tokens as ``like`` has, not filled."""
+    shape = (like.shape[0], routing.top_k)
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
 
 
-def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *_: Any) -> Any:
+def _route_backward_kernel(
+    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    return select(route_backward_reference, logits, backend)(grad, logits, ids, per_expert_scale, routing)
+
+
+def _route_backward_fake(
+    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    scale = per_expert_scale
     return logits.new_empty(logits.shape), logits.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, per_expert_scale, *rule, backend = inputs
-    ctx.save_for_backward(logits, output[1], per_expert_scale)
-    ctx.rule, ctx.backend = rule, backend
-    ctx.mark_non_differentiable(output[1])
+def _keep(
+    results: tuple[Tensor, Tensor],
+    backend: str | None,
+    logits: Tensor,
+    bias: Any,
+    scale: Tensor | None,
+    routing: Routing,
+) -> tuple[Any, ...]:
+    _, ids = results
+    return backend, logits, ids, scale, routing
 
 
-def _backward(ctx: Any, d_weights: Tensor, _: Any) -> tuple[Any, ...]:
-    logits, ids, scale = ctx.saved_tensors
-    backend = inherit("route_backward", ctx.backend)
-    d_logits, d_scale = _route_backward(d_weights, logits, ids, scale, *ctx.rule, backend)
-    return d_logits, None, None if scale is None else d_scale, *(None for _ in ctx.rule), None
+def _backward(
+    needs: Mapping[str, bool],
+    grads: tuple[Tensor, Tensor],
+    backend: str | None,
+    logits: Tensor,
+    ids: Tensor,
+    per_expert_scale: Tensor | None,
+    routing: Routing,
+) -> Gradients:
+    d_weights, _ = grads
+    by = inherit("route_backward", backend)
+    d_logits, d_scale = _route_backward(by, d_weights, logits, ids, per_expert_scale, routing)
+    return {"logits": d_logits, "per_expert_scale": d_scale}
 
 
-_route = define(
-    f"route(Tensor logits, Tensor? bias, Tensor? per_expert_scale, {ROUTING_SCHEMA}, str? backend) -> (Tensor, Tensor)",
-    _route_kernel,
-    reference=route_reference,
-    fake=_route_fake,
-    backward=_backward,
-    setup_context=_setup_context,
-)
+_route = define("route", _route_kernel, reference=route_reference, fake=_route_fake, rule=Rule(_keep, _backward))
 _route_backward = define(
-    f"route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? per_expert_scale, {ROUTING_SCHEMA}, "
-    "str? backend) -> (Tensor, Tensor)",
+    "route_backward",
     _route_backward_kernel,
     reference=route_backward_reference,
     fake=_route_backward_fake,
-    backward=refuse_second_order("route"),
+    rule=refuse_second_order("route"),
 )

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from moefuse.backends.codes import Codes, interleaved
-from moefuse.ops.checks import FLOATS, check_tensor, widen
-from moefuse.ops.library import define, refuse_second_order
-from moefuse.ops.select import inherit, select
+from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.checks import FLOATS, check_tensor
+from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
+from moefuse.ops._core.select import inherit, select
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, Activation
-
-ACTIVATION_SCHEMA = "str kind, bool gated, float alpha, float limit"
-#: the oldest of these goes first
-activation_of = functools.lru_cache(256)(Activation)
-
-
-def flatten(activation: Activation) -> tuple[Any, ...]:
-    """An activation as op arguments, in the order of its fields."""
-    return activation.kind, activation.gated, activation.alpha, activation.limit
 
 
 @overload
@@ -45,7 +36,7 @@ def glu(  # type: ignore[misc]  # up may hold the activation, which the overload
         up: the up part, when it comes apart.
         activation: a name or an `Activation`.
         layout: "halves": gate first, up second. "interleaved": even gate, odd up.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         ``act(gate) * up`` in the type of the input, computed in float32. Finite input never gives NaN.
@@ -61,8 +52,7 @@ def glu(  # type: ignore[misc]  # up may hold the activation, which the overload
         up, activation = None, up
     activation = check_activation("glu", activation)
     check(gate_up, up, activation, layout)
-    out: Tensor = _glu(gate_up, up, *flatten(activation), layout, backend)
-    return out
+    return _glu(backend, gate_up, up, activation, layout)
 
 
 def check(gate_up: Any, up: Any, activation: Activation, layout: str) -> None:
@@ -109,7 +99,7 @@ def _silu(g: Tensor) -> Tensor:
     return g * torch.sigmoid(g)
 
 
-def _silu_slope(g: Tensor) -> Tensor:
+def _silu_derivative(g: Tensor) -> Tensor:
     g = g.clamp(min=_LOWEST)
     s = torch.sigmoid(g)
     return s * (1 + g * (1 - s))
@@ -121,7 +111,7 @@ def _gelu_tanh(g: Tensor) -> Tensor:
     return g * torch.sigmoid(_GELU_TANH * (g + 0.044715 * g**3))
 
 
-def _gelu_tanh_slope(g: Tensor) -> Tensor:
+def _gelu_tanh_derivative(g: Tensor) -> Tensor:
     g = g.clamp(_LOWEST, -_LOWEST)
     y = _GELU_TANH * (g + 0.044715 * g**3)
     return torch.sigmoid(y) * (1 + torch.sigmoid(-y) * _GELU_TANH * g * (1 + 3 * 0.044715 * g * g))
@@ -132,7 +122,7 @@ def _gelu(g: Tensor) -> Tensor:
     return 0.5 * g * _erfc(-g * math.sqrt(0.5))
 
 
-def _gelu_slope(g: Tensor) -> Tensor:
+def _gelu_derivative(g: Tensor) -> Tensor:
     g = g.clamp(_LOWEST, -_LOWEST)
     density = torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
     return 0.5 * _erfc(-g * math.sqrt(0.5)) + g * density
@@ -142,16 +132,16 @@ def _relu(g: Tensor) -> Tensor:
     return torch.relu(g)
 
 
-def _relu_slope(g: Tensor) -> Tensor:
+def _relu_derivative(g: Tensor) -> Tensor:
     return (g > 0).to(g.dtype)
 
 
-#: kind -> value and slope of the plain ones; the clamped kinds and relu2 are spelled out below
+#: kind -> value and derivative of the plain ones; the clamped kinds and relu2 are spelled out below
 _PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (_silu, _silu_slope),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
-    "gelu": (_gelu, _gelu_slope),
-    "relu": (_relu, _relu_slope),
+    "silu": (_silu, _silu_derivative),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
+    "gelu": (_gelu, _gelu_derivative),
+    "relu": (_relu, _relu_derivative),
 }
 
 
@@ -175,7 +165,7 @@ def _limited(g: Tensor, u: Tensor | None, limit: float) -> tuple[Tensor, Tensor 
 
 
 def _sigmoid_unit(g: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """``g * sigmoid(alpha * g)`` and its slope."""
+    """``g * sigmoid(alpha * g)`` and its derivative."""
     g = g.clamp(min=_LOWEST / alpha)
     s = torch.sigmoid(alpha * g)
     return g * s, s * (1 + alpha * g * (1 - s))
@@ -204,15 +194,15 @@ def _partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tens
         r = torch.relu(g)
         return 2 * r if u is None else 2 * r * u, None if u is None else r * r
     if activation.kind in _PLAIN:
-        value, slope = _PLAIN[activation.kind]
-        return slope(g) if u is None else slope(g) * u, None if u is None else value(g)
+        value, derivative = _PLAIN[activation.kind]
+        return derivative(g) if u is None else derivative(g) * u, None if u is None else value(g)
     inside = (g <= activation.limit).to(g.dtype)
     lg, lu = _limited(g, u, activation.limit)
     oai = _adds_one(activation.kind)
-    value_g, slope_g = _sigmoid_unit(lg, activation.alpha if oai else 1.0)
+    value_g, by_g = _sigmoid_unit(lg, activation.alpha if oai else 1.0)
     if u is None or lu is None:
-        return slope_g * inside, None
-    return slope_g * inside * (lu + 1 if oai else lu), value_g * (u.abs() <= activation.limit)
+        return by_g * inside, None
+    return by_g * inside * (lu + 1 if oai else lu), value_g * (u.abs() <= activation.limit)
 
 
 def glu_backward_reference(
@@ -232,51 +222,48 @@ def glu_backward_reference(
     return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
 
 
-def _glu_kernel(
-    gate_up: Tensor, up: Tensor | None, kind: str, gated: bool, alpha: float, limit: float, layout: str, backend: Any
-) -> Any:
-    return select("glu", gate_up, backend).run(gate_up, up, activation_of(kind, gated, alpha, limit), layout)
+def _glu_kernel(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+    return select(glu_reference, gate_up, backend)(gate_up, up, activation, layout)
 
 
-def _glu_fake(gate_up: Tensor, up: Tensor | None, kind: str, gated: bool, *_: Any) -> Tensor:
-    I = gate_up.shape[-1] // 2 if up is None and gated else gate_up.shape[-1]
+def _glu_fake(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+    I = gate_up.shape[-1] // 2 if up is None and activation.gated else gate_up.shape[-1]
     return gate_up.new_empty((*gate_up.shape[:-1], I))
 
 
-def _glu_backward_kernel(grad: Tensor, gate_up: Tensor, up: Tensor | None, *rest: Any) -> Any:
-    *activation, layout, backend = rest
-    run = select("glu_backward", gate_up, backend).run
-    return run(grad, gate_up, up, activation_of(*activation), layout)
+def _glu_backward_kernel(
+    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
+) -> tuple[Tensor, Tensor]:
+    return select(glu_backward_reference, gate_up, backend)(grad, gate_up, up, activation, layout)
 
 
-def _glu_backward_fake(grad: Tensor, gate_up: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+def _glu_backward_fake(
+    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
+) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), grad.new_empty(0 if up is None else up.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate_up, up, *ctx.rest, ctx.backend = inputs
-    ctx.save_for_backward(gate_up, up)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    gate_up, up = ctx.saved_tensors
-    d_gate_up, d_up = _glu_backward(grad, gate_up, up, *ctx.rest, inherit("glu_backward", ctx.backend))
-    return d_gate_up, None if up is None else d_up, *(None for _ in ctx.rest), None
+def _backward(
+    needs: Mapping[str, bool],
+    grads: tuple[Tensor],
+    backend: str | None,
+    gate_up: Tensor,
+    up: Tensor | None,
+    activation: Activation,
+    layout: str,
+) -> Gradients:
+    (grad,) = grads
+    d_gate_up, d_up = _glu_backward(inherit("glu_backward", backend), grad, gate_up, up, activation, layout)
+    return {"gate_up": d_gate_up, "up": d_up}
 
 
 _glu = define(
-    f"glu(Tensor gate_up, Tensor? up, {ACTIVATION_SCHEMA}, str layout, str? backend) -> Tensor",
-    _glu_kernel,
-    reference=glu_reference,
-    fake=_glu_fake,
-    backward=_backward,
-    setup_context=_setup_context,
+    "glu", _glu_kernel, reference=glu_reference, fake=_glu_fake, rule=Rule(lambda _, *values: values, _backward)
 )
 _glu_backward = define(
-    f"glu_backward(Tensor grad, Tensor gate_up, Tensor? up, {ACTIVATION_SCHEMA}, str layout, str? backend) "
-    "-> (Tensor, Tensor)",
+    "glu_backward",
     _glu_backward_kernel,
     reference=glu_backward_reference,
     fake=_glu_backward_fake,
-    backward=refuse_second_order("glu"),
+    rule=refuse_second_order("glu"),
 )
