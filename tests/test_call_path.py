@@ -96,7 +96,9 @@ def test_triton() -> None:
     backend, device = TRITON[0]
     run = layer(device)
     for most in (9, None, 5, 5):  # the second call is recorded
-        paths = bodies_to(lambda code: code.co_name == "launch" and code.co_filename.startswith(ROOT), lambda: run(backend))
+        paths = bodies_to(
+            lambda code: code.co_name == "launch" and code.co_filename.startswith(ROOT), lambda: run(backend)
+        )
         if torch.cuda.is_available() and most == 5:
             paths = bodies_to(lambda code: code.co_name == "run" and "triton" in code.co_filename, lambda: run(backend))
         for path in paths if most is not None else []:

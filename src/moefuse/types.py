@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
@@ -168,16 +167,16 @@ class Activation:
     @staticmethod
     def of(activation: str | Activation) -> Activation:
         """An activation from its name, or itself."""
-        return activation if isinstance(activation, Activation) else _activation_named(activation)
+        if isinstance(activation, Activation):
+            return activation
+        return _BY_NAME.get(activation) or Activation(activation)
 
     def width(self, intermediate: int) -> int:
         """Rows of the up product that feed ``intermediate`` activations."""
         return 2 * intermediate if self.gated else intermediate
 
 
-@functools.lru_cache(len(ACTIVATION_KINDS))
-def _activation_named(kind: str) -> Activation:
-    return Activation(kind)
+_BY_NAME = {kind: Activation(kind) for kind in ACTIVATION_KINDS}
 
 
 @dataclass(frozen=True)

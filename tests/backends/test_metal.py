@@ -125,7 +125,7 @@ def test_any_number_of_experts_and_slots(E, top_k, rng) -> None:
 @pytest.mark.parametrize("E", [1, 8, 60, 100, 128, 129, 256, 1000, 1024])
 @pytest.mark.parametrize("T", [20, 200], ids=["few", "many"])
 def test_any_number_of_experts_in_plan_and_product(E, T, rng) -> None:
-    """Plans of one block and of several, and the tile schedule found from them; whole numbers, so all is exact."""
+    """Plans of one chunk and of several, and the tile schedule found from them; whole numbers, so all is exact."""
     ids = torch.randint(-1, E + 1, (T, 3), generator=rng)
     with poisoned():
         plan = moefuse.plan(ids.to(DEVICE), E, backend=BACKEND)
@@ -189,7 +189,7 @@ def test_rows_without_an_answer_have_no_expert(E, rng) -> None:
     assert (routed(logits, Routing(2, score="sigmoid"), bias=spoiled)[1] == E).all()
 
 
-def block(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tensor, **more) -> tuple:
+def run_experts(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tensor, **more) -> tuple:
     """`experts` on random weights, and the same in float64."""
     dtype = more.pop("dtype", torch.float32)
     x = normal(rng, T, H, scale=more.pop("size", 1.0), dtype=dtype)
@@ -213,7 +213,7 @@ def test_duplicates_and_bad_ids(T, kind, rng) -> None:
     ids[0] = 3
     ids[1] = -1
     ids[2] = torch.tensor([0, 6, -7, 2**31 - 1, 5, -(2**31), 1, 0])
-    got, want = block(rng, T, 6, 24, 16, ids)
+    got, want = run_experts(rng, T, 6, 24, 16, ids)
     assert (got[1] == 0).all()
     close(got, want, Tolerance(2e-6, 2e-6, "two products and a sum"))
 
@@ -319,7 +319,7 @@ def test_sizes_are_checked_before_a_kernel_runs(rng) -> None:
 def test_large_bfloat16_values_stay_finite(T, rng) -> None:
     """Nothing passes through float16 on the way, and nothing is rounded but the result, in decode or in prefill."""
     ids = torch.randint(0, 4, (T, 2), generator=rng)
-    got, want = block(rng, T, 4, 32, 16, ids, dtype=torch.bfloat16, size=3e5, activation="relu")
+    got, want = run_experts(rng, T, 4, 32, 16, ids, dtype=torch.bfloat16, size=3e5, activation="relu")
     assert want.abs().max() > 65504
     close(got, want, Tolerance(2**-8 + 1e-5, 2**-8, "the result is rounded to bfloat16 once"))
 

@@ -140,11 +140,11 @@ CALLS = {
     "experts_out": lambda: (
         *routed(), stacks(layout="interleaved"), None, SILU, tail(), Outputs(torch.zeros(T, H), torch.zeros(T, H))),
     "experts_out sum": lambda: (*routed(), stacks(), plan(), SILU, tail(norm=False), Outputs(torch.zeros(T, H))),
-    "experts_backward": lambda: (*kept(), stacks(layout="interleaved"), plan(), SILU, ALL._replace(up=False)),
-    "experts_backward apart": lambda: (*kept(), stacks(up=True), plan(), SILU, ALL),
+    "experts_backward": lambda: (*kept(), stacks(layout="interleaved"), plan(), SILU, ALL._replace(up=False), False),
+    "experts_backward apart": lambda: (*kept(), stacks(up=True), plan(), SILU, ALL, False),
     "experts_backward frozen": lambda: (
-        *kept(), stacks(), plan(), SILU, Wanted(True, True, False, False, False, False, False)),
-    "experts_backward_reusing": lambda: (*kept(), stacks(), plan(), SILU, ALL._replace(up=False)),
+        *kept(), stacks(), plan(), SILU, Wanted(True, True, False, False, False, False, False), False),
+    "experts_backward_reusing": lambda: (*kept(), stacks(), plan(), SILU, ALL._replace(up=False), True),
     "tail_backward": lambda: (rand(T, H), rand(T, H), rand(T, H), tail()._replace(residual=None)),
     "tail_backward gate": lambda: (rand(T, H), None, None, Tail(rand(T, H), rand(T))),
     "tail_backward strided": lambda: (

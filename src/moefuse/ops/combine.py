@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moefuse.ops._core.arithmetic import inverse_rms, widen
 from moefuse.ops._core.checks import check_eps, check_float64, check_optional, check_tensor
-from moefuse.ops._core.library import Gradients, Rule, define
+from moefuse.ops._core.library import Gradients, Rule, define_form
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import inherit, select
-from moefuse.ops.combine_backward import combine_backward, weighted_sum
+from moefuse.ops.combine_backward import combine_backward, tail_tensors, weighted_sum
 from moefuse.types import Outputs, Tail
 
 
@@ -98,11 +98,6 @@ def check_inverse(inverse: Tensor | None) -> None:
         raise ValueError(f"combine: inverse must hold each of 0 to {S - 1} once, got others")
 
 
-def tail_tensors(tail: Tail) -> dict[str, Tensor | None]:
-    """Every tensor of a tail, by name."""
-    return {name: value for name, value in tail._asdict().items() if name != "eps"}
-
-
 def check_tail(op: str, tail: Tail, T: int, like: Tensor) -> None:
     """Everything that may follow the weighted sum of T tokens; ``like`` is ``[.., H]``."""
     rows, H = {"T": T}, like.shape[-1]
@@ -162,17 +157,18 @@ def combine_reference(y: Tensor, weights: Tensor, inverse: Tensor | None, tail: 
         outputs.normed.copy_(total * inverse_rms(total, tail.eps) * widen(tail.norm_weight))
 
 
+def _fake(y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
+    outputs = fresh_outputs(tail, y, T=weights.shape[0])
+    return outputs.out, y.new_empty(0) if outputs.normed is None else outputs.normed
+
+
 def _kernel(
     backend: str | None, y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail
 ) -> tuple[Tensor, Tensor]:
-    outputs = fresh_outputs(tail, y, T=weights.shape[0])
+    out, normed = _fake(y, weights, inverse, tail)
+    outputs = Outputs(out, None if tail.norm_weight is None else normed)
     select(combine_reference, y, backend)(y, weights, inverse, tail, outputs)
-    return outputs.out, y.new_empty(0) if outputs.normed is None else outputs.normed
-
-
-def _fake(backend: str | None, y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
-    outputs = fresh_outputs(tail, y, T=weights.shape[0])
-    return outputs.out, y.new_empty(0) if outputs.normed is None else outputs.normed
+    return out, normed
 
 
 def _out_kernel(
@@ -197,11 +193,7 @@ def _backward(
     return dict(zip(names, found, strict=True))
 
 
-_combine = define(
-    "combine",
-    _kernel,
-    reference=combine_reference,
-    fake=_fake,
-    rule=Rule(lambda _, *values: values, _backward),
+_combine = define_form(
+    "combine", _kernel, fake=_fake, rule=Rule(lambda _, *values: values, _backward), reference=combine_reference
 )
-_combine_out = define("combine_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))
+_combine_out = define_form("combine_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))

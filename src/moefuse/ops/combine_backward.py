@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.ops._core.arithmetic import norm_backward, widen
+from moefuse.ops._core.arithmetic import fresh_like, norm_backward, widen
 from moefuse.ops._core.library import define, refuse_second_order
-from moefuse.ops._core.select import select
 from moefuse.types import Tail
+
+
+def tail_tensors(tail: Tail) -> dict[str, Tensor | None]:
+    """Every tensor of a tail, by name."""
+    return {name: value for name, value in tail._asdict().items() if name != "eps"}
 
 
 def _shared_factor(tail: Tail) -> Tensor | None:
@@ -86,57 +90,15 @@ def combine_backward_reference(
     return d_y, d_weights, d_shared, d_gate, d_logit, d_residual, d_norm_weight
 
 
-def _tail_kernel(
-    backend: str | None, d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, tail: Tail
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return select(tail_backward_reference, d_out, backend)(d_out, d_normed, total, tail)
+def _tail_fake(d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, tail: Tail) -> tuple[Tensor, ...]:
+    d_sum, norm_weight = (None, None) if d_normed is None else (d_out, tail.norm_weight)
+    return fresh_like(d_out, d_sum, tail.shared, tail.shared_gate, tail.shared_logit, norm_weight)
 
 
-def _tail_fake(
-    backend: str | None, d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, tail: Tail
-) -> tuple[Tensor, ...]:
-    normed = d_normed is not None
-    shared = (tail.shared, tail.shared_gate, tail.shared_logit)
-    like = (d_out if normed else None, *shared, tail.norm_weight if normed else None)
-    return tuple(d_out.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
-
-
-def _kernel(
-    backend: str | None,
-    d_out: Tensor,
-    d_normed: Tensor | None,
-    y: Tensor,
-    weights: Tensor,
-    inverse: Tensor | None,
-    tail: Tail,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return select(combine_backward_reference, y, backend)(d_out, d_normed, y, weights, inverse, tail)
-
-
-def _fake(
-    backend: str | None,
-    d_out: Tensor,
-    d_normed: Tensor | None,
-    y: Tensor,
-    weights: Tensor,
-    inverse: Tensor | None,
-    tail: Tail,
-) -> tuple[Tensor, ...]:
-    like = (y, weights, tail.shared, tail.shared_gate, tail.shared_logit, tail.residual, tail.norm_weight)
-    return tuple(y.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
-
-
-tail_backward = define(
-    "tail_backward",
-    _tail_kernel,
-    reference=tail_backward_reference,
-    fake=_tail_fake,
-    rule=refuse_second_order("combine"),
-)
+tail_backward = define(tail_backward_reference, "d_out", fake=_tail_fake, rule=refuse_second_order("combine"))
 combine_backward = define(
-    "combine_backward",
-    _kernel,
-    reference=combine_backward_reference,
-    fake=_fake,
+    combine_backward_reference,
+    "y",
+    fake=lambda _out, _normed, y, weights, _inverse, tail: fresh_like(y, y, weights, *tail_tensors(tail).values()),
     rule=refuse_second_order("combine"),
 )

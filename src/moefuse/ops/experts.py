@@ -18,22 +18,21 @@ from moefuse.ops._core.checks import (
     check_tensor,
     check_weight,
 )
-from moefuse.ops._core.library import Gradients, Rule, define
+from moefuse.ops._core.library import Gradients, Rule, define_form
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
 from moefuse.ops.combine import (
     check_out,
     check_tail,
-    combine,
     combine_reference,
     fresh_outputs,
     results_of,
-    tail_tensors,
 )
-from moefuse.ops.combine_backward import tail_backward
+from moefuse.ops.combine_backward import tail_backward, tail_tensors
+from moefuse.ops.composed import composed
 from moefuse.ops.experts_backward import experts_backward
-from moefuse.ops.glu import check_activation, check_layout, glu, glu_reference
-from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
+from moefuse.ops.glu import check_activation, check_layout, glu_reference
+from moefuse.ops.grouped_linear import grouped_linear_reference
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
 from moefuse.quant.tensor import QuantTensor
@@ -122,7 +121,7 @@ def experts(
             choose("experts", x, backend, stacks.specs)  # a choice that cannot run is refused in this op's name
         plan = plan or make_plan(ids, down.shape[0], backend=backend)
         if any(stacks.specs):
-            return _through_blocks(backend, x, ids, weights, stacks, plan, rule, tail)
+            return composed(x, ids, weights, stacks, plan, rule, tail, backend)
     summed, normed, _ = _experts(backend, x, ids, weights, stacks, plan, rule, tail, tracked)
     return summed if norm_weight is None else (summed, normed)
 
@@ -209,32 +208,6 @@ def check_stacks(op: str, x: Any, stacks: Stacks, activation: Activation) -> Non
     check_float64(op, {"x": x, "gate_up_bias": stacks.gate_up_bias, "down_bias": stacks.down_bias})
 
 
-def _through_blocks(
-    backend: str | None,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan,
-    activation: Activation,
-    tail: Tail,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The differentiable composition of the parts, for weights in blocks: gradients pass through them."""
-    gate_up, up, down, gate_up_bias, down_bias, layout = stacks
-    if up is None:
-        z = grouped_linear(x, gate_up, plan, gather=True, scatter=False, bias=gate_up_bias, backend=backend)
-        h = glu(z, activation, layout=layout, backend=backend)
-    else:
-        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
-        g, u = (
-            grouped_linear(x, w, plan, gather=True, scatter=False, bias=b, backend=backend)
-            for w, b in zip((gate_up, up), biases, strict=True)
-        )
-        h = glu(g, u, activation, backend=backend)
-    y = grouped_linear(h, down, plan, gather=False, scatter=True, bias=down_bias, backend=backend)
-    return combine(y, masked_weights(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
-
-
 def experts_reference(
     x: Tensor,
     ids: Tensor,
@@ -266,7 +239,6 @@ def experts_reference(
 
 
 def _fake(
-    backend: str | None,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -294,7 +266,7 @@ def _kernel(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm and the pre-activations; empty where there is none."""
-    out, normed, z = _fake(backend, x, ids, weights, stacks, plan, activation, tail, save)
+    out, normed, z = _fake(x, ids, weights, stacks, plan, activation, tail, save)
     run = select(experts_reference, x, inherit("experts", backend, saves=save), stacks.specs, saves=save)
     outputs = Outputs(out, None if tail.norm_weight is None else normed)
     run(x, ids, weights, stacks, plan, activation, tail, outputs, z if save else None)
@@ -368,11 +340,11 @@ def _backward(
     return found | {"residual": d}
 
 
-_experts = define(
+_experts = define_form(
     "experts",
     _kernel,
-    reference=experts_reference,
     fake=_fake,
     rule=Rule(_keep, _backward, constant=1, sparse=True),
+    reference=experts_reference,
 )
-_experts_out = define("experts_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))
+_experts_out = define_form("experts_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))

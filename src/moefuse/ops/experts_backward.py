@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
-from moefuse.ops._core.library import define, prove, refuse_second_order, untraced
+from moefuse.ops._core.library import define, define_form, prove, refuse_second_order, untraced
 from moefuse.ops._core.select import select
 from moefuse.ops.glu import glu_backward_reference, glu_reference
 from moefuse.ops.grouped_linear import grouped_linear_reference
@@ -35,8 +35,9 @@ def experts_backward(
     wanted: Wanted,
 ) -> _Seven:
     """Gradients in the order of `Wanted`, empty where not wanted; z is overwritten where nobody reads it again."""
-    run = _reusing if _is_last_use(z) else _keeping
-    return run(backend, d, x, z, weights, stacks, plan, activation, wanted)
+    reuse_z = _is_last_use(z)
+    run = _reusing if reuse_z else _keeping
+    return run(backend, d, x, z, weights, stacks, plan, activation, wanted, reuse_z)
 
 
 def experts_backward_reference(
@@ -144,7 +145,7 @@ def _is_last_use(z: Tensor) -> bool:
     return untraced((z,)) and not torch.is_grad_enabled() and not keeps
 
 
-def _keeping_kernel(
+def _kernel(
     backend: str | None,
     d: Tensor,
     x: Tensor,
@@ -154,28 +155,13 @@ def _keeping_kernel(
     plan: Plan,
     activation: Activation,
     wanted: Wanted,
+    reuse_z: bool,
 ) -> _Seven:
     run = select(experts_backward_reference, d, backend)
-    return run(d, x, z, weights, stacks, plan, activation, wanted, False)
-
-
-def _reusing_kernel(
-    backend: str | None,
-    d: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan,
-    activation: Activation,
-    wanted: Wanted,
-) -> _Seven:
-    run = select(experts_backward_reference, d, backend)
-    return run(d, x, z, weights, stacks, plan, activation, wanted, True)
+    return run(d, x, z, weights, stacks, plan, activation, wanted, reuse_z)
 
 
 def _fake(
-    backend: str | None,
     d: Tensor,
     x: Tensor,
     z: Tensor,
@@ -184,6 +170,7 @@ def _fake(
     plan: Plan,
     activation: Activation,
     wanted: Wanted,
+    reuse_z: bool,
 ) -> _Seven:
     gate_up, up, down = plain_stacks(stacks)
     inputs = (x, weights, gate_up, up, down, stacks.gate_up_bias, stacks.down_bias)
@@ -193,11 +180,5 @@ def _fake(
     )
 
 
-_keeping = define(
-    "experts_backward",
-    _keeping_kernel,
-    reference=experts_backward_reference,
-    fake=_fake,
-    rule=refuse_second_order("experts"),
-)
-_reusing = define("experts_backward_reusing", _reusing_kernel, fake=_fake, mutated=("z",))
+_keeping = define(experts_backward_reference, "d", fake=_fake, rule=refuse_second_order("experts"))
+_reusing = define_form("experts_backward_reusing", _kernel, fake=_fake, mutated=("z",))

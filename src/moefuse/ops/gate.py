@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moefuse.ops._core import replay
-from moefuse.ops._core.arithmetic import inverse_rms, norm_backward, widen
+from moefuse.ops._core.arithmetic import fresh_like, inverse_rms, norm_backward, widen
 from moefuse.ops._core.checks import check_eps, check_float64, check_optional, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
 from moefuse.ops._core.select import inherit, select
@@ -62,7 +62,7 @@ def gate(
     if call is None or call.record is None:
         check("gate", x, router, routing)
     if call is not None:
-        weights, ids, normed = replay.run(call, _kernel, backend, x, router, routing, wanted)
+        weights, ids, normed = replay.run(call, run_gate, backend, x, router, routing, wanted)
     else:
         weights, ids, normed = _gate(backend, x, router, routing, wanted)
     if not return_normed:
@@ -131,36 +131,18 @@ def gate_backward_reference(
     return d_x.to(x.dtype), d_weight, d_norm_weight.to(router.norm_weight.dtype), d_logit_bias, d_scale
 
 
-def _kernel(
+def run_gate(
     backend: str | None, x: Tensor, router: Router, routing: Routing, return_normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a call that passed `check` does."""
     return select(gate_reference, x, backend)(x, router, routing, return_normed)
 
 
-def _fake(
-    backend: str | None, x: Tensor, router: Router, routing: Routing, return_normed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tuple[Tensor, Tensor, Tensor]:
     return *fresh_routes(x, routing), x.new_empty(x.shape if return_normed else 0)
 
 
-def _backward_kernel(
-    backend: str | None,
-    d_weights: Tensor,
-    d_normed: Tensor | None,
-    x: Tensor,
-    router: Router,
-    ids: Tensor,
-    routing: Routing,
-    want_x: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = select(gate_backward_reference, x, backend)
-    return run(d_weights, d_normed, x, router, ids, routing, want_x, want_weight)
-
-
 def _backward_fake(
-    backend: str | None,
     d_weights: Tensor,
     d_normed: Tensor | None,
     x: Tensor,
@@ -170,14 +152,9 @@ def _backward_fake(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor, ...]:
-    like = (
-        x if want_x else None,
-        router.weight if want_weight else None,
-        router.norm_weight if want_x else None,
-        router.logit_bias,
-        router.per_expert_scale,
-    )
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
+    by_x, by_norm = (x, router.norm_weight) if want_x else (None, None)
+    by_weight = router.weight if want_weight else None
+    return fresh_like(x, by_x, by_weight, by_norm, router.logit_bias, router.per_expert_scale)
 
 
 def _keep(
@@ -212,11 +189,5 @@ def _backward(
     return dict(zip(("x", "weight", "norm_weight", "logit_bias", "per_expert_scale"), found, strict=True))
 
 
-_gate = define("gate", _kernel, reference=gate_reference, fake=_fake, rule=Rule(_keep, _backward))
-_gate_backward = define(
-    "gate_backward",
-    _backward_kernel,
-    reference=gate_backward_reference,
-    fake=_backward_fake,
-    rule=refuse_second_order("gate"),
-)
+_gate = define(gate_reference, "x", fake=_fake, rule=Rule(_keep, _backward))
+_gate_backward = define(gate_backward_reference, "x", fake=_backward_fake, rule=refuse_second_order("gate"))

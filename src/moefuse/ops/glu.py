@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from moefuse.backends.codes import Codes, interleaved
-from moefuse.ops._core.arithmetic import widen
+from moefuse.backends.codes import interleaved
+from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import FLOATS, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
-from moefuse.ops._core.select import inherit, select
-from moefuse.types import ACTIVATION_KINDS, LAYOUTS, Activation
+from moefuse.ops._core.select import inherit
+from moefuse.types import LAYOUTS, Activation
 
 
 @overload
@@ -128,21 +128,91 @@ def _gelu_derivative(g: Tensor) -> Tensor:
     return 0.5 * _erfc(-g * math.sqrt(0.5)) + g * density
 
 
-def _relu(g: Tensor) -> Tensor:
-    return torch.relu(g)
-
-
 def _relu_derivative(g: Tensor) -> Tensor:
     return (g > 0).to(g.dtype)
 
 
-#: kind -> value and derivative of the plain ones; the clamped kinds and relu2 are spelled out below
-_PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (_silu, _silu_derivative),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
-    "gelu": (_gelu, _gelu_derivative),
-    "relu": (_relu, _relu_derivative),
+Value = Callable[[Tensor, Tensor | None, Activation], Tensor]
+#: by gate, and by up where there is one
+Partials = Callable[[Tensor, Tensor | None, Activation], tuple[Tensor, Tensor | None]]
+
+
+class Kind(NamedTuple):
+    """What an activation is: the result of gate and up, and its derivatives."""
+
+    value: Value
+    partials: Partials
+
+
+def _of_gate(value: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> Kind:
+    """A function of the gate that up is multiplied by."""
+
+    def result(g: Tensor, u: Tensor | None, _: Activation) -> Tensor:
+        return value(g) if u is None else value(g) * u
+
+    def partials(g: Tensor, u: Tensor | None, _: Activation) -> tuple[Tensor, Tensor | None]:
+        return (derivative(g), None) if u is None else (derivative(g) * u, value(g))
+
+    return Kind(result, partials)
+
+
+def _relu2(g: Tensor, u: Tensor | None, _: Activation) -> Tensor:
+    # r * (r * u), so that a large gate and a zero up give 0, not inf * 0.
+    r = torch.relu(g)
+    return r * r if u is None else r * (r * u)
+
+
+def _relu2_partials(g: Tensor, u: Tensor | None, _: Activation) -> tuple[Tensor, Tensor | None]:
+    r = torch.relu(g)
+    return (2 * r, None) if u is None else (2 * r * u, r * r)
+
+
+def _clamped(oai: bool) -> Kind:
+    """``g * sigmoid(alpha * g)`` times up, both limited; OpenAI's has an alpha, and up counts one more."""
+
+    def unit(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+        """The function of the limited gate, and its derivative."""
+        alpha = activation.alpha if oai else 1.0
+        g = g.clamp(max=activation.limit).clamp(min=_LOWEST / alpha)
+        s = torch.sigmoid(alpha * g)
+        return g * s, s * (1 + alpha * g * (1 - s))
+
+    def factor(u: Tensor, activation: Activation) -> Tensor:
+        limited = u.clamp(-activation.limit, activation.limit)
+        return limited + 1 if oai else limited
+
+    def result(g: Tensor, u: Tensor | None, activation: Activation) -> Tensor:
+        value, _ = unit(g, activation)
+        return value if u is None else value * factor(u, activation)
+
+    def partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
+        value, derivative = unit(g, activation)
+        derivative = derivative * (g <= activation.limit).to(g.dtype)
+        if u is None:
+            return derivative, None
+        return derivative * factor(u, activation), value * (u.abs() <= activation.limit)
+
+    return Kind(result, partials)
+
+
+#: one row for each of `moefuse.types.ACTIVATION_KINDS`
+KINDS = {
+    "silu": _of_gate(_silu, _silu_derivative),
+    "gelu_tanh": _of_gate(_gelu_tanh, _gelu_tanh_derivative),
+    "gelu": _of_gate(_gelu, _gelu_derivative),
+    "relu": _of_gate(torch.relu, _relu_derivative),
+    "relu2": Kind(_relu2, _relu2_partials),
+    "swiglu_oai": _clamped(oai=True),
+    "swiglu_clamp": _clamped(oai=False),
 }
+
+
+def _kind(activation: Activation) -> Kind:
+    if activation.kind not in KINDS:
+        raise NotImplementedError(
+            f"reference: no kernels for the activation {activation.kind!r}, only for {', '.join(KINDS)}"
+        )
+    return KINDS[activation.kind]
 
 
 def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, Tensor | None]:
@@ -152,57 +222,9 @@ def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: s
     return widen(gate_up), None if up is None else widen(up)
 
 
-#: the clamped kinds, and whether up counts one more
-_CLAMPED = Codes("reference", "activation", ("swiglu_clamp", "swiglu_oai"), ACTIVATION_KINDS)
-
-
-def _adds_one(kind: str) -> bool:
-    return bool(_CLAMPED[kind])
-
-
-def _limited(g: Tensor, u: Tensor | None, limit: float) -> tuple[Tensor, Tensor | None]:
-    return g.clamp(max=limit), None if u is None else u.clamp(-limit, limit)
-
-
-def _sigmoid_unit(g: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """``g * sigmoid(alpha * g)`` and its derivative."""
-    g = g.clamp(min=_LOWEST / alpha)
-    s = torch.sigmoid(alpha * g)
-    return g * s, s * (1 + alpha * g * (1 - s))
-
-
 def glu_reference(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
     g, u = _split(gate_up, up, activation, layout)
-    if activation.kind == "relu2":
-        # r * (r * u), so that a large gate and a zero up give 0, not inf * 0.
-        r = torch.relu(g)
-        out = r * r if u is None else r * (r * u)
-    elif activation.kind in _PLAIN:
-        value = _PLAIN[activation.kind][0](g)
-        out = value if u is None else value * u
-    else:
-        oai = _adds_one(activation.kind)
-        g, u = _limited(g, u, activation.limit)
-        value = _sigmoid_unit(g, activation.alpha if oai else 1.0)[0]
-        out = value if u is None else value * (u + 1 if oai else u)
-    return out.to(gate_up.dtype).contiguous()
-
-
-def _partials(g: Tensor, u: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
-    """The derivatives of the result by gate and by up."""
-    if activation.kind == "relu2":
-        r = torch.relu(g)
-        return 2 * r if u is None else 2 * r * u, None if u is None else r * r
-    if activation.kind in _PLAIN:
-        value, derivative = _PLAIN[activation.kind]
-        return derivative(g) if u is None else derivative(g) * u, None if u is None else value(g)
-    inside = (g <= activation.limit).to(g.dtype)
-    lg, lu = _limited(g, u, activation.limit)
-    oai = _adds_one(activation.kind)
-    value_g, by_g = _sigmoid_unit(lg, activation.alpha if oai else 1.0)
-    if u is None or lu is None:
-        return by_g * inside, None
-    return by_g * inside * (lu + 1 if oai else lu), value_g * (u.abs() <= activation.limit)
+    return _kind(activation).value(g, u, activation).to(gate_up.dtype).contiguous()
 
 
 def glu_backward_reference(
@@ -210,7 +232,7 @@ def glu_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up, in the forward's layout, and of up (empty when it was not apart)."""
     g, u = _split(gate_up, up, activation, layout)
-    by_gate, by_up = _partials(g, u, activation)
+    by_gate, by_up = _kind(activation).partials(g, u, activation)
     d_gate = (widen(grad) * by_gate).to(gate_up.dtype).contiguous()
     if by_up is None:
         return d_gate, grad.new_empty(0)
@@ -222,25 +244,9 @@ def glu_backward_reference(
     return torch.cat((d_gate, d_up), -1), grad.new_empty(0)
 
 
-def _glu_kernel(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    return select(glu_reference, gate_up, backend)(gate_up, up, activation, layout)
-
-
-def _glu_fake(backend: str | None, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
+def _fake(gate_up: Tensor, up: Tensor | None, activation: Activation, _layout: str) -> Tensor:
     I = gate_up.shape[-1] // 2 if up is None and activation.gated else gate_up.shape[-1]
     return gate_up.new_empty((*gate_up.shape[:-1], I))
-
-
-def _glu_backward_kernel(
-    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
-) -> tuple[Tensor, Tensor]:
-    return select(glu_backward_reference, gate_up, backend)(grad, gate_up, up, activation, layout)
-
-
-def _glu_backward_fake(
-    backend: str | None, grad: Tensor, gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
-) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), grad.new_empty(0 if up is None else up.shape)
 
 
 def _backward(
@@ -257,13 +263,10 @@ def _backward(
     return {"gate_up": d_gate_up, "up": d_up}
 
 
-_glu = define(
-    "glu", _glu_kernel, reference=glu_reference, fake=_glu_fake, rule=Rule(lambda _, *values: values, _backward)
-)
+_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(lambda _, *values: values, _backward))
 _glu_backward = define(
-    "glu_backward",
-    _glu_backward_kernel,
-    reference=glu_backward_reference,
-    fake=_glu_backward_fake,
+    glu_backward_reference,
+    "gate_up",
+    fake=lambda _grad, gate_up, up, *_: fresh_like(gate_up, gate_up, up),
     rule=refuse_second_order("glu"),
 )

@@ -12,10 +12,10 @@ from torch import Tensor
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.checks import check_float64, check_optional, check_weight
 from moefuse.ops._core.library import Gradients, Rule, define
-from moefuse.ops._core.select import inherit, select
+from moefuse.ops._core.select import inherit
 from moefuse.ops.grouped_outer import check_rows, expert_rows, grouped_outer_op
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Plan, Weight, spec_of_weight
+from moefuse.types import Plan, Weight
 
 
 def grouped_linear(
@@ -98,32 +98,6 @@ def _placed(rows: Tensor, plan: Plan, scatter: bool) -> Tensor:
     return torch.empty_like(rows).index_copy_(0, plan.order.long(), rows) if scatter else rows
 
 
-def _kernel(
-    backend: str | None, x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool
-) -> Tensor:
-    run = select(grouped_linear_reference, x, backend, (spec_of_weight(weight),))
-    return run(x, weight, bias, plan, gather, scatter)
-
-
-def _fake(
-    backend: str | None, x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool
-) -> Tensor:
-    return x.new_empty(plan.assignments, weight.shape[1])
-
-
-def _transposed_kernel(
-    backend: str | None, grad: Tensor, weight: QuantTensor, plan: Plan, gather: bool, scatter: bool
-) -> Tensor:
-    run = select(grouped_linear_transposed_reference, grad, backend, (weight.spec,))
-    return run(grad, weight, plan, gather, scatter)
-
-
-def _transposed_fake(
-    backend: str | None, grad: Tensor, weight: QuantTensor, plan: Plan, gather: bool, scatter: bool
-) -> Tensor:
-    return grad.new_empty(plan.assignments, weight.shape[2])
-
-
 def _backward(
     needs: Mapping[str, bool],
     grads: tuple[Tensor],
@@ -158,15 +132,13 @@ def _backward(
 
 
 _grouped_linear = define(
-    "grouped_linear",
-    _kernel,
-    reference=grouped_linear_reference,
-    fake=_fake,
+    grouped_linear_reference,
+    "x",
+    fake=lambda x, weight, _bias, plan, *_: x.new_empty(plan.assignments, weight.shape[1]),
     rule=Rule(lambda _, *values: values, _backward),
 )
 _grouped_linear_transposed = define(
-    "grouped_linear_transposed",
-    _transposed_kernel,
-    reference=grouped_linear_transposed_reference,
-    fake=_transposed_fake,
+    grouped_linear_transposed_reference,
+    "grad",
+    fake=lambda grad, weight, plan, *_: grad.new_empty(plan.assignments, weight.shape[2]),
 )

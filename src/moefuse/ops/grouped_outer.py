@@ -10,7 +10,6 @@ from torch import Tensor
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.checks import check_instance, check_tensor
 from moefuse.ops._core.library import define, refuse_second_order
-from moefuse.ops._core.select import select
 from moefuse.types import Plan, check_flag
 
 
@@ -72,18 +71,9 @@ def grouped_outer_reference(grad: Tensor, x: Tensor, plan: Plan, gather: bool, s
     return d_weight
 
 
-def _kernel(backend: str | None, grad: Tensor, x: Tensor, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    return select(grouped_outer_reference, grad, backend)(grad, x, plan, gather, scatter)
-
-
-def _fake(backend: str | None, grad: Tensor, x: Tensor, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    return grad.new_empty(plan.num_experts, grad.shape[1], x.shape[1])
-
-
 grouped_outer_op = define(
-    "grouped_outer",
-    _kernel,
-    reference=grouped_outer_reference,
-    fake=_fake,
+    grouped_outer_reference,
+    "grad",
+    fake=lambda grad, x, plan, *_: grad.new_empty(plan.num_experts, grad.shape[1], x.shape[1]),
     rule=refuse_second_order("grouped_outer"),
 )

@@ -7,7 +7,8 @@ from torch import Tensor
 from moefuse.ops._core import replay
 from moefuse.ops._core.memory import check_outputs
 from moefuse.ops._core.select import select
-from moefuse.ops.combine import check_out, check_tail, tail_tensors
+from moefuse.ops.combine import check_out, check_tail
+from moefuse.ops.combine_backward import tail_tensors
 from moefuse.ops.experts import check_stacks, experts, run_experts, stack_tensors, stacks_of
 from moefuse.ops.gate import check, gate, gate_reference
 from moefuse.ops.glu import check_activation

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops._core.checks import INTEGERS, check_tensor
-from moefuse.ops._core.library import define
+from moefuse.ops._core.library import define_form
 from moefuse.ops._core.select import select
 from moefuse.types import MAX_EXPERTS, Plan
 
@@ -60,15 +60,15 @@ def plan_reference(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return counts, offsets, order.to(torch.int32), inverse
 
 
-def _plan_kernel(backend: str | None, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kernel(backend: str | None, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if ids.numel() >= 2**31:  # asked here, where a traced program with any number of tokens comes, too
         raise ValueError(f"plan: at most 2**31 - 1 assignments fit, got {ids.numel()}")
     return select(plan_reference, ids, backend)(ids, num_experts)
 
 
-def _plan_fake(backend: str | None, ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+def _fake(ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     S = ids.shape[0] * ids.shape[1]
     return tuple(ids.new_empty(n, dtype=torch.int32) for n in (num_experts, num_experts + 1, S, S))
 
 
-_plan = define("plan", _plan_kernel, reference=plan_reference, fake=_plan_fake)
+_plan = define_form("plan", _kernel, reference=plan_reference, fake=_fake)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.backends.codes import sums_two
-from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
-from moefuse.ops._core.select import inherit, select
+from moefuse.ops._core.select import inherit
 from moefuse.types import MAX_EXPERTS, Routing
 
 
@@ -81,19 +81,57 @@ def _exactly(logits: Tensor) -> Tensor:
     return logits.double() if logits.device.type == "cpu" else logits
 
 
+def _softmax_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return scores * (grad - (grad * scores).sum(-1, keepdim=True))
+
+
+def _sigmoid_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return grad * scores * (1 - scores)
+
+
+def _sqrtsoftplus(logits: Tensor) -> Tensor:
+    # softplus is e**x down there, and its root is taken before it underflows
+    return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
+
+
+def _sqrtsoftplus_backward(grad: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+    # A score that underflowed to zero has no derivative left.
+    return torch.where(scores > 0, grad * torch.sigmoid(logits) / (2 * scores), 0)
+
+
+class Score(NamedTuple):
+    """Logits to scores, row by row; and ``backward(grad, logits, scores)``."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+#: one row for each of `moefuse.types.SCORES`
+SCORES = {
+    "softmax": Score(lambda logits: torch.softmax(logits, dim=-1), _softmax_backward),
+    "sigmoid": Score(torch.sigmoid, _sigmoid_backward),
+    "sqrtsoftplus": Score(_sqrtsoftplus, _sqrtsoftplus_backward),
+}
+
+
+def _score(routing: Routing) -> Score:
+    if routing.score not in SCORES:
+        raise NotImplementedError(
+            f"reference: no kernels for the score {routing.score!r}, only for {', '.join(SCORES)}"
+        )
+    return SCORES[routing.score]
+
+
+def _capped(logits: Tensor, routing: Routing) -> Tensor:
+    return logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
+
+
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
-    if routing.softcap is not None:
-        capped = routing.softcap * torch.tanh(logits / routing.softcap)
-        # A masked expert stays masked: it has no part in the softmax either.
-        logits = capped.masked_fill(logits == -torch.inf, -torch.inf)
-    if routing.score == "softmax":
-        return torch.softmax(logits, dim=-1)
-    if routing.score == "sigmoid":
-        return torch.sigmoid(logits)
-    if routing.score == "sqrtsoftplus":
-        # softplus is e**x down there, and its root is taken before it underflows
-        return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
-    raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    # A masked expert stays masked: it has no part in the softmax either.
+    capped = (
+        logits if routing.softcap is None else _capped(logits, routing).masked_fill(logits == -torch.inf, -torch.inf)
+    )
+    return _score(routing).value(capped)
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -192,31 +230,10 @@ def route_backward_reference(
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-    if routing.score == "softmax":
-        d_logits = scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
-    elif routing.score == "sigmoid":
-        d_logits = d_scores * scores * (1 - scores)
-    elif routing.score == "sqrtsoftplus":
-        capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
-        # A score that underflowed to zero has no slope left.
-        d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
-    else:
-        raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    d_logits = _score(routing).backward(d_scores, _capped(logits, routing), scores)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)
-
-
-def _route_kernel(
-    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return select(route_reference, logits, backend)(logits, bias, per_expert_scale, routing)
-
-
-def _route_fake(
-    backend: str | None, logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return fresh_routes(logits, routing)
 
 
 def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -224,19 +241,6 @@ def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     shape = (like.shape[0], routing.top_k)
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
-
-
-def _route_backward_kernel(
-    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    return select(route_backward_reference, logits, backend)(grad, logits, ids, per_expert_scale, routing)
-
-
-def _route_backward_fake(
-    backend: str | None, grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    scale = per_expert_scale
-    return logits.new_empty(logits.shape), logits.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
 def _keep(
@@ -266,11 +270,15 @@ def _backward(
     return {"logits": d_logits, "per_expert_scale": d_scale}
 
 
-_route = define("route", _route_kernel, reference=route_reference, fake=_route_fake, rule=Rule(_keep, _backward))
+_route = define(
+    route_reference,
+    "logits",
+    fake=lambda logits, _bias, _scale, routing: fresh_routes(logits, routing),
+    rule=Rule(_keep, _backward),
+)
 _route_backward = define(
-    "route_backward",
-    _route_backward_kernel,
-    reference=route_backward_reference,
-    fake=_route_backward_fake,
+    route_backward_reference,
+    "logits",
+    fake=lambda _grad, logits, _ids, scale, _routing: fresh_like(logits, logits, scale),
     rule=refuse_second_order("route"),
 )

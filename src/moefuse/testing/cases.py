@@ -21,6 +21,7 @@ from moefuse.quant.tensor import QuantTensor, format_in
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
 from moefuse.testing.inputs import (
     Inputs,
+    Maker,
     combine,
     edge_logits,
     experts,
@@ -80,7 +81,7 @@ class Case:
     op: str
     name: str
     why: str
-    make: Callable[[Inputs], dict[str, Any]]
+    make: Maker
     dtypes: tuple[torch.dtype, ...] = DTYPES
     gradients: bool = True
     specs: tuple[str, ...] = ()

@@ -44,6 +44,10 @@ class Inputs:
         return torch.softmax(torch.randn((T, top_k), generator=self.rng), -1)
 
 
+#: makes the arguments of one op
+Maker = Callable[[Inputs], dict[str, Any]]
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """An argument of an op with every tensor in it changed."""
     if isinstance(value, Tensor):
@@ -65,7 +69,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def logits(T: int, E: int, routing: Routing, bias: bool = False, scale: bool = False) -> Any:
+def logits(T: int, E: int, routing: Routing, bias: bool = False, scale: bool = False) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         logits = inputs.normal(T, E, scale=2.0)
         if bias:
@@ -121,7 +125,7 @@ def ranked(
             return x, router, norm_weight, added
 
 
-def gate(T: int, E: int, H: int, routing: Routing, **on: bool) -> Any:
+def gate(T: int, E: int, H: int, routing: Routing, **on: bool) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         drawn = ranked(inputs, T, E, H, routing.top_k, on.get("norm", False), on.get("logit_bias", False))
         x, router, norm_weight, logit_bias = drawn
@@ -138,7 +142,7 @@ def gate(T: int, E: int, H: int, routing: Routing, **on: bool) -> Any:
     return make
 
 
-def plan(T: int, E: int, top_k: int, ids: Callable[[Inputs], Tensor] | None = None) -> Any:
+def plan(T: int, E: int, top_k: int, ids: Callable[[Inputs], Tensor] | None = None) -> Maker:
     return lambda inputs: {"ids": ids(inputs) if ids else inputs.ids(T, top_k, E), "num_experts": E}
 
 
@@ -151,7 +155,7 @@ def messy_ids(T: int, top_k: int, E: int) -> Callable[[Inputs], Tensor]:
     return make
 
 
-def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Any:
+def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         ids = messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
         if on.get("one_expert"):
@@ -170,7 +174,7 @@ def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bo
     return make
 
 
-def outer(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool) -> Any:
+def outer(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         plan = moefuse.plan(messy_ids(T, top_k, E)(inputs), E, backend=backends.REFERENCE)
         grad = inputs.normal(T * top_k, N)
@@ -180,7 +184,7 @@ def outer(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: boo
     return make
 
 
-def glu(shape: tuple[int, ...], activation: str | Activation, layout: str = "halves", apart: bool = False) -> Any:
+def glu(shape: tuple[int, ...], activation: str | Activation, layout: str = "halves", apart: bool = False) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         if apart:
             return {"gate_up": inputs.normal(*shape), "up": inputs.normal(*shape), "activation": activation}
@@ -193,7 +197,7 @@ def glu(shape: tuple[int, ...], activation: str | Activation, layout: str = "hal
     return make
 
 
-def combine(T: int, top_k: int, H: int, *parts: str) -> Any:
+def combine(T: int, top_k: int, H: int, *parts: str) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         made: dict[str, Any] = {"y": inputs.normal(T * top_k, H), "weights": inputs.shares(T, top_k)}
         if "inverse" in parts:
@@ -213,7 +217,7 @@ def combine(T: int, top_k: int, H: int, *parts: str) -> Any:
     return make
 
 
-def experts(T: int, E: int, H: int, I: int, top_k: int, **on: Any) -> Any:
+def experts(T: int, E: int, H: int, I: int, top_k: int, **on: Any) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         activation = Activation.of(on.get("activation", "silu"))
         rows = activation.width(I)
@@ -245,7 +249,7 @@ def experts(T: int, E: int, H: int, I: int, top_k: int, **on: Any) -> Any:
     return make
 
 
-def moe(T: int, E: int, H: int, I: int, routing: Routing) -> Any:
+def moe(T: int, E: int, H: int, I: int, routing: Routing) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         x, router, norm_weight, _ = ranked(inputs, T, E, H, routing.top_k, norm=True)
         return {

@@ -28,3 +28,8 @@ def norm_backward(d_normed: Tensor, x: Tensor, norm_weight: Tensor, eps: float) 
     d_unit = d_normed * widen(norm_weight)
     d_x = scale * (d_unit - unit * (d_unit * unit).mean(-1, keepdim=True))
     return d_x, (d_normed * unit).sum(0)
+
+
+def fresh_like(none: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """A tensor like each, not filled; like ``none`` and empty where there is None."""
+    return tuple(none.new_empty(0) if t is None else t.new_empty(t.shape) for t in tensors)

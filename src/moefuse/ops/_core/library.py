@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -15,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefuse.ops._core import select
 from moefuse.ops._core.schema import Flat, Signature
+from moefuse.quant.tensor import QuantTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Kernel = Callable[Concatenate[str | None, P], R]
 Gradients = Mapping[str, Tensor | None]
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str))
@@ -26,6 +30,8 @@ _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")  # of torch.autogr
 _AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastMPS": "mps"}
 
 
+#: op -> what was defined
+OPS: dict[str, Op[..., Any]] = {}
 #: what rests on torch's internals -> None where they were seen to hold, or why it is off
 FAST_PATHS: dict[str, str | None] = {}
 
@@ -111,9 +117,8 @@ def _outside_autocast(overload: Any, device: str) -> Callable[..., Any]:
 class Op(Generic[P, R]):
     """An op that torch knows, called with its backend's name and its kernel's values."""
 
-    def __init__(self, name: str, kernel: Callable[Concatenate[str | None, P], R], mutated: tuple[str, ...]) -> None:
-        self.name, self.kernel = name, kernel
-        self.signature = Signature(kernel)
+    def __init__(self, name: str, kernel: Kernel[P, R], signature: Signature, mutated: tuple[str, ...]) -> None:
+        self.name, self.kernel, self.signature = name, kernel, signature
         _LIBRARY.define(self.signature.schema(name, mutated), tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         self.overload = getattr(torch.ops.moefuse, name).default
 
@@ -219,31 +224,69 @@ def refuse_second_order(op: str) -> Rule:
 
 
 def define(
-    name: str,
-    kernel: Callable[Concatenate[str | None, P], R],
+    reference: Callable[P, R],
+    decides: str,
     *,
-    reference: Callable[..., Any] | None = None,
     fake: Callable[..., Any],
     rule: Rule | None = None,
+) -> Op[P, R]:
+    """Define the op of a reference, whose types are the schema, after the name of the backend.
+
+    Args:
+        reference: what runs where no backend has kernels.
+        decides: which of its parameters is the tensor whose device and type choose the backend.
+        fake: takes what the reference takes, and returns tensors without memory.
+        rule: how it is differentiated.
+    """
+    named = list(inspect.signature(reference).parameters)
+    deciding = operator.itemgetter(named.index(decides))
+
+    def kernel(backend: str | None, /, *values: P.args, **named: P.kwargs) -> R:
+        specs = tuple(value.spec for value in values if isinstance(value, QuantTensor))
+        return select.select(reference, deciding(values), backend, specs)(*values, **named)
+
+    name = reference.__name__.removesuffix("_reference")
+    select.REFERENCES[name] = reference
+    return _defined(name, kernel, Signature(reference, with_backend=True), fake, rule)
+
+
+def define_form(
+    name: str,
+    kernel: Kernel[P, R],
+    *,
+    fake: Callable[..., Any],
+    rule: Rule | None = None,
+    reference: Callable[..., Any] | None = None,
     mutated: tuple[str, ...] = (),
 ) -> Op[P, R]:
-    """Define ``moefuse::<name>``.
+    """Define an op whose ``kernel`` does more than to run the backend that takes the place of a reference: it
+    allocates what that writes to, or writes to what it is given (``mutated``)."""
+    if reference is not None:
+        select.REFERENCES[name] = reference
+    return _defined(name, kernel, Signature(kernel), fake, rule, mutated)
 
-    ``kernel`` takes the backend's name and values, runs the backend it selects, and its types are the schema. ``fake``
-    takes the same and returns tensors without memory. A form that runs another op's kernels, such as the one that
-    writes into ``out``, has no reference of its own.
-    """
-    op = Op(name, kernel, mutated)
-    rebuild = op.signature.rebuild
+
+def _defined(
+    name: str,
+    kernel: Kernel[P, R],
+    signature: Signature,
+    fake: Callable[..., Any],
+    rule: Rule | None,
+    mutated: tuple[str, ...] = (),
+) -> Op[P, R]:
+    op = Op(name, kernel, signature, mutated)
+    OPS[name] = op
 
     def under_the_dispatcher(*flat: Flat) -> Any:
-        return kernel(*rebuild(flat))  # type: ignore[call-arg]  # by the schema, which is the kernel's
+        return kernel(*signature.rebuild(flat))  # type: ignore[call-arg]  # its own parameters, as mypy cannot see
+
+    def faked(*flat: Flat) -> Any:
+        _, *values = signature.rebuild(flat)
+        return fake(*values)
 
     _LIBRARY.impl(name, under_the_dispatcher, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"moefuse::{name}", lambda *flat: fake(*rebuild(flat)), lib=_LIBRARY)
+    torch.library.register_fake(f"moefuse::{name}", faked, lib=_LIBRARY)
     _LIBRARY.impl(name, _under_autograd(op, rule), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     for key, device in _AUTOCAST.items():
         _LIBRARY.impl(name, _outside_autocast(op.overload, device), key)  # type: ignore[no-untyped-call]
-    if reference is not None:
-        select.REFERENCES[name] = reference
     return op

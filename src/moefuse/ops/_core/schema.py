@@ -106,10 +106,13 @@ class Signature:
     'scaled(Tensor x, str kind, bool gated, float alpha, float limit) -> Tensor'
     """
 
-    def __init__(self, function: Callable[..., Any], leaving_out: tuple[str, ...] = ()) -> None:
-        hints = typing.get_type_hints(function)
-        self._result = hints.pop("return")
-        named = [name for name in inspect.signature(function).parameters if name not in leaving_out]
+    def __init__(
+        self, function: Callable[..., Any], leaving_out: tuple[str, ...] = (), with_backend: bool = False
+    ) -> None:
+        hints = {"backend": str | None, **typing.get_type_hints(function)}
+        self._result = hints["return"]
+        named = ["backend"] if with_backend else []
+        named += [name for name in inspect.signature(function).parameters if name not in leaving_out]
         self._parameters = [_parameter(name, hints[name]) for name in named]
         #: two bundles may have fields of one name: the later one's is told by its parameter
         self.arguments: list[Argument] = []

@@ -43,7 +43,7 @@ kernel void grouped_outer(
             x_starts[thread_index] = live ? (sizes.gather != 0 ? s / sizes.divisor : long(p)) * sizes.stride_xm : -1;
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        // a [TILE_M of N, TILE_K rows]: grad turned over.
+        // a [TILE_M of N, TILE_K rows]: grad transposed.
         for (uint at = thread_index; at < TILE_M * TILE_K; at += THREADS) {
             uint m = at / TILE_K;
             uint r = at % TILE_K;
