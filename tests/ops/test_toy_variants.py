@@ -53,7 +53,7 @@ def test_a_toy_score(monkeypatch):
     """Scores that are the cubes of logits; like every score they rise with them."""
     monkeypatch.setattr(types, "SCORES", (*types.SCORES, "toy"))
     monkeypatch.setitem(types._NORM_FLOOR, "toy", 0.0)
-    row = route.Score(lambda logits: logits**3, lambda grad, logits, scores: 3 * logits**2 * grad)
+    row = route.Score(lambda logits: logits**3, lambda grad, logits, _: 3 * logits**2 * grad)
     monkeypatch.setitem(route.SCORES, "toy", row)
     logits = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
     weights, ids = moefuse.route(logits, Routing(top_k=2, score="toy", renormalize=False), backend="reference")
@@ -77,7 +77,7 @@ def test_a_toy_format(monkeypatch):
     got = moefuse.grouped_linear(x, stack, plan, gather=True, scatter=True, backend="reference")
     assert_close(got, torch.stack([x[0] @ numbers[0].T, x[1] @ numbers[1].T, x[2] @ numbers[0].T]))
     if NATIVE:
-        with pytest.raises(ValueError, match="backend 'cpu' .* cannot run this call: it has no kernel for TOY"):
+        with pytest.raises(ValueError, match=r"backend 'cpu' .* cannot run this call: it has no kernel for TOY"):
             moefuse.grouped_linear(x, stack, plan, gather=True, scatter=True, backend="cpu")
 
 
