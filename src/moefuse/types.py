@@ -167,11 +167,16 @@ class Activation:
     @staticmethod
     def of(activation: str | Activation) -> Activation:
         """An activation from its name, or itself."""
-        return activation if isinstance(activation, Activation) else Activation(activation)
+        if isinstance(activation, Activation):
+            return activation
+        return _BY_NAME.get(activation) or Activation(activation)
 
     def width(self, intermediate: int) -> int:
         """Rows of the up product that feed ``intermediate`` activations."""
         return 2 * intermediate if self.gated else intermediate
+
+
+_BY_NAME = {kind: Activation(kind) for kind in ACTIVATION_KINDS}
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,10 @@ class Plan:
         inside = bool(((order >= 0) & (order < S)).all())
         if not inside or not torch.equal(inverse[order], torch.arange(S, device=order.device)):
             raise ValueError(f"Plan: order must hold 0 to {S - 1} once each and inverse undo it, got others")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"counts": self.counts, "offsets": self.offsets, "order": self.order, "inverse": self.inverse}
 
     @property
     def num_experts(self) -> int:

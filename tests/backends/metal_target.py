@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefuse.backends.metal import launch
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 TARGET = ("metal", "mps" if torch.backends.mps.is_available() else "cpu")
 

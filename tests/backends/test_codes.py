@@ -10,9 +10,10 @@ from metal_target import simulated
 
 from moefuse import Activation, Routing, backends, types
 from moefuse.backends.codes import Codes
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant import formats
 from moefuse.testing import cases
+from moefuse.types import Outputs, Stacks, Tail
 
 RUNNABLE = sorted({name for name, _ in cases.runnable(emulated=True)} | {"metal"})
 
@@ -47,11 +48,13 @@ def test_an_eighth_activation_of_experts(T: int, ops: dict[str, Any], monkeypatc
     x = torch.ones(T, 8, device=device_of(ops))
     ids = torch.zeros(T, 1, dtype=torch.int32, device=x.device)
     gate_up, down = torch.ones(2, 8, 8, device=x.device), torch.ones(2, 8, 4, device=x.device)
+    weights, stacks, outputs = (
+        torch.ones(T, 1, device=x.device),
+        Stacks(gate_up, None, down),
+        Outputs(torch.empty_like(x)),
+    )
     with pytest.raises(NotImplementedError, match="no kernels for the activation 'toy'"):
-        ops["experts"](
-            x, ids, torch.ones(T, 1, device=x.device), gate_up, None, down, *(None for _ in range(10)), 1e-6,
-            Activation("toy"), "halves", torch.empty_like(x), None,
-        )  # fmt: skip
+        ops["experts"](x, ids, weights, stacks, None, Activation("toy"), Tail(), outputs, None)
 
 
 def test_a_fourth_score(ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

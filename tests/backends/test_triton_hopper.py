@@ -290,7 +290,7 @@ class Routed:
         from moefuse.backends.triton.grouped_linear import product, up_rows
         from moefuse.backends.triton.plan import TokenTiles
         from moefuse.backends.triton.tiles import Tile
-        from moefuse.ops.activation import glu_reference
+        from moefuse.ops.glu import glu_reference
         from moefuse.ops.grouped_linear import grouped_linear_reference
 
         gated = activation is not None and activation.gated

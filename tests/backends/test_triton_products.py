@@ -31,7 +31,7 @@ def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str,
     """Heights of 128 take the half-height last tile too; N is no multiple of the tile."""
     from moefuse.backends.triton.grouped_linear import Rows, product
     from moefuse.backends.triton.tiles import Tile
-    from moefuse.ops.activation import glu_reference
+    from moefuse.ops.glu import glu_reference
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
     from moefuse.types import Activation

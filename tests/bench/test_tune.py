@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import moefuse
 from moefuse.bench import tune as search
 from moefuse.bench.shapes import Shape
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.testing.compare import Tolerance, difference
 
 pytest.importorskip("triton")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import moefuse
-from moefuse.ops import memory, replay, select
-from moefuse.ops.memory import settle
+from moefuse.ops._core import memory, replay, select
+from moefuse.ops._core.memory import settle
 from moefuse.testing import cases
 from moefuse.testing.strange import FORMS
 
@@ -92,7 +92,7 @@ def test_the_sign_of_a_view_is_no_part_of_what_is_remembered():
         flipped = moefuse.gate(torch._neg_view(-x), router, rule)
         assert torch.equal(flipped[0], weights)
         assert torch.equal(flipped[1], ids)
-    assert replay.sight(("gate",), (torch._neg_view(x),)) is None
+    assert replay.lookup("gate", None, (torch._neg_view(x),)) is None
 
 
 T, H, E, I, K = 3, 8, 4, 4, 2

@@ -13,18 +13,21 @@ Blocks of a `QuantTensor` have rules of their own, which it checks when it is ma
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from moefuse.types import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 #: ops whose tensors of three dimensions are stacks of expert weights
-_WITH_STACKS = frozenset(
-    ("grouped_linear", "grouped_linear_transposed", "experts", "experts_saving", "experts_backward")
-)
+_WITH_STACKS = frozenset(("grouped_linear", "grouped_linear_transposed", "experts", "experts_backward"))
 
 #: inputs that an output may replace
 _REPLACEABLE = ("x", "shared", "residual")
@@ -42,13 +45,26 @@ def settle(t: Tensor, stack: bool) -> Tensor:
     return t if is_settled(t, stack) else t.resolve_neg().contiguous()
 
 
-def settled(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _all_settled(value: object, stack: bool) -> Any:
+    """A value whose tensors a backend may be given: itself, or one like it with copies."""
+    if isinstance(value, Tensor):
+        return settle(value, stack)
+    if isinstance(value, tuple):
+        parts = [_all_settled(part, stack) if isinstance(part, Tensor) else part for part in value]
+        return value if all(map(operator.is_, parts, value)) else type(value)(*parts)
+    if isinstance(value, Plan):
+        tensors = {name: settle(t, stack) for name, t in value.tensors.items()}
+        return Plan(**tensors, top_k=value.top_k, trusted=True)
+    return value
+
+
+def settled(op: str, run: Callable[P, R]) -> Callable[P, R]:
     """A backend's function, given settled tensors whatever the caller has."""
     stack = op in _WITH_STACKS
 
     @functools.wraps(run)
-    def call(*args: Any) -> Any:
-        return run(*[settle(arg, stack) if isinstance(arg, Tensor) else arg for arg in args])
+    def call(*values: P.args, **named: P.kwargs) -> R:
+        return run(*[_all_settled(value, stack) for value in values], **named)
 
     return call
 

@@ -96,8 +96,3 @@ def check_count(op: str, name: str, value: Any, least: int) -> None:
 def check_instance(op: str, name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{op}: {name} must be a {kind.__name__}, got {type(value).__name__}")
-
-
-def widen(t: Tensor) -> Tensor:
-    """To the type arithmetic is done in: float64 stays, everything narrower becomes float32."""
-    return t if t.dtype == torch.float64 else t.float()
