@@ -24,9 +24,11 @@ def simulated() -> Iterator[None]:
     before = launch.compile_shader, launch.EMULATED
     msl.install()
     select.forget()
-    yield
-    launch.compile_shader, launch.EMULATED = before
-    select.forget()
+    try:
+        yield
+    finally:
+        launch.compile_shader, launch.EMULATED = before
+        select.forget()
 
 
 def counted(call: Callable[[], Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops import oracle, test_seeds
+from ops import oracle, test_formulas
 from ops.test_training import F16, agree, gradients, make, smooth
 
 import moefuse
@@ -126,10 +126,10 @@ def test_sentinels_duplicates_and_the_memory_of_z(target, rng):
     agree(dict(zip(leaves, kept, strict=True)), want, oracle.GRADIENT)
 
 
-def test_the_backward_rows_of_the_seeds(target, rng):
-    test_seeds.test_moe_swiglu_seq_backward(target, rng, 3, 2, 16)
-    test_seeds.test_moe_weighted_sum_seq_backward_outputs(target, rng, 3, 2, 16)
-    test_seeds.test_moe_weighted_sum_seq_backward_weights(target, rng, 3, 2, 16)
+def test_gradients_against_their_formulas(target, rng):
+    test_formulas.test_geglu_gradient(target, rng, 3, 2, 16)
+    test_formulas.test_weighted_sum_gradient_of_rows(target, rng, 3, 2, 16)
+    test_formulas.test_weighted_sum_gradient_of_weights(target, rng, 3, 2, 16)
 
 
 def test_steps_of_one_cuda_graph_are_those_of_eager_training(target):

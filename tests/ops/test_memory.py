@@ -7,11 +7,11 @@ import moefuse
 from moefuse.ops._core import memory, replay, select
 from moefuse.ops._core.memory import settle
 from moefuse.testing import cases
-from moefuse.testing.strange import FORMS
+from moefuse.testing.strange import FORMS, strange_cases, strange_forms
 
 from . import fuzz
 
-STRANGE = [pytest.param(case, strange, id=f"{case.id}-{strange}") for case, strange in cases.strange_cases(cases.CASES)]
+STRANGE = [pytest.param(case, strange, id=f"{case.id}-{strange}") for case, strange in strange_cases(cases.CASES)]
 
 
 @pytest.mark.parametrize(("case", "strange"), STRANGE)
@@ -23,7 +23,7 @@ def test_strange_memory(case, strange, target, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in cases.CASES if not case.specs], ids=lambda case: case.id)
 def test_strange_memory_at_length(case, target, rng):
-    for strange in cases.strange_forms(case):
+    for strange in strange_forms(case):
         for dtype in cases.dtypes_of(case, target[0]):
             outcome = cases.run(case, dtype, *target, rng.initial_seed(), strange=strange)
             assert outcome.passed, outcome.describe()

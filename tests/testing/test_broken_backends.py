@@ -13,7 +13,8 @@ import torch
 from moefuse import backends
 from moefuse.ops._core import select
 from moefuse.quant.formats import FORMATS
-from moefuse.testing.cases import CASES, map_tensors, run, tensors_in
+from moefuse.testing.cases import CASES, run
+from moefuse.testing.inputs import map_tensors, tensors_in
 from moefuse.types import Outputs, Routing
 
 _REFERENCES = select.REFERENCES

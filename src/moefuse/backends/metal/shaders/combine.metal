@@ -63,7 +63,8 @@ inline float weighted_sum(
 }
 
 // Buffers: y [S, H]; weights, ids [T, top_k]; inverse [S]; shared, residual [T, H]; factor [T]; norm [H];
-// total [T, H] float32 scratch, used with a norm; out, normed [T, H]. out may be residual: a thread reads what it writes.
+// total [T, H] float32 scratch, used with a norm; out, normed [T, H]. out may be residual: each thread reads its own
+// elements before it writes them.
 // Grid: T rows of threadgroups of 256; with a norm one threadgroup has the whole row.
 kernel void combine(
     device const Y_T* y [[buffer(0)]],

@@ -1,7 +1,8 @@
-// Experts for few tokens: each assignment is a matrix-vector product, no plan; needs combine.metal and blocks.metal before it.
-// Macros: X_T, BIAS_T, DOWN_BIAS_T; W_T, U_T, DOWN_T and their W_FORMAT, U_FORMAT, DOWN_FORMAT; those of the two. A threadgroup is four simdgroups of two results each.
+// Experts for few tokens: each assignment is a matrix-vector product, no plan.
+// A threadgroup is four simdgroups of two results each. Needs combine.metal, activation.metal, weights.metal before it.
+// Macros: X_T, BIAS_T, DOWN_BIAS_T; W_T, U_T, DOWN_T and their W_FORMAT, U_FORMAT, DOWN_FORMAT; those of the three.
 
-struct FewSizes {
+struct UpSizes {
     long E;
     long top_k;
     long N;
@@ -18,14 +19,9 @@ struct FewSizes {
     long gated;
 };
 
-struct FewNumbers {
-    float alpha;
-    float limit;
-};
-
 // hidden [S, N] float32 = act(w x) * (u x). x [T, K]; ids [S]; w, u stacks of rows that lie together; w_bias, u_bias
 // [E, N]. Grid: ceil(N / 8) by S threadgroups of 128.
-kernel void few_up(
+kernel void decode_up(
     device const X_T* x [[buffer(0)]],
     device const ID_T* ids [[buffer(1)]],
     device const W_T* w [[buffer(2)]],
@@ -33,8 +29,8 @@ kernel void few_up(
     device const BIAS_T* w_bias [[buffer(4)]],
     device const BIAS_T* u_bias [[buffer(5)]],
     device float* hidden [[buffer(6)]],
-    constant FewSizes& sizes [[buffer(7)]],
-    constant FewNumbers& numbers [[buffer(8)]],
+    constant UpSizes& sizes [[buffer(7)]],
+    constant ActivationNumbers& numbers [[buffer(8)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
@@ -85,10 +81,10 @@ kernel void few_up(
         g += float(w_bias[at]);
         if (gated) v += float(u_bias[at]);
     }
-    hidden[s * sizes.N + mine] = activate(int(sizes.kind), gated, g, v, numbers.alpha, numbers.limit);
+    hidden[s * sizes.N + mine] = activate(int(sizes.kind), gated, g, v, numbers).value;
 }
 
-struct FewDownSizes {
+struct DownSizes {
     long K;
     long stride_we;
     long stride_wn;
@@ -97,7 +93,7 @@ struct FewDownSizes {
 
 // Down products of all a token's experts, weighted, summed and with their tail. hidden [S, K]; w [E, H, K] of rows that
 // lie together; bias [E, H]; the rest as in combine. Grid: ceil(H / 8) by T threadgroups of 128.
-kernel void few_down(
+kernel void decode_down(
     device const float* hidden [[buffer(0)]],
     device const ID_T* ids [[buffer(1)]],
     device const WEIGHT_T* weights [[buffer(2)]],
@@ -108,7 +104,7 @@ kernel void few_down(
     device const RESIDUAL_T* residual [[buffer(7)]],
     device float* total [[buffer(8)]],
     device OUT_T* out [[buffer(9)]],
-    constant FewDownSizes& down [[buffer(10)]],
+    constant DownSizes& down [[buffer(10)]],
     constant CombineSizes& sizes [[buffer(11)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],

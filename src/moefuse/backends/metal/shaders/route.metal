@@ -3,7 +3,7 @@
 
 #define MAX_EXPERTS (32 * EXPERTS_PER_LANE)
 
-// The rule of a call. launch.py hands it over as a list of integers in this order.
+// The rule of a call; route.py hands it over as a list of integers in this order.
 struct Rule {
     long E;
     long top_k;

@@ -1,10 +1,10 @@
-"""Every op of the two seed systems, under its seed name, on the Metal kernels: the tests of tests/ops/test_seeds.py."""
+"""The formulas of tests/ops/test_formulas.py on the Metal kernels."""
 
 from collections.abc import Iterator
 
 import pytest
 from metal_target import TARGET, simulated
-from ops.test_seeds import *  # noqa: F403  # its tests, run here with the target below
+from ops.test_formulas import *  # noqa: F403  # its tests, run here with the target below
 
 
 @pytest.fixture(scope="module", autouse=True)

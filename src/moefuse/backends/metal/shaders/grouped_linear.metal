@@ -1,5 +1,6 @@
-// The grouped product: rows times their expert's matrix, the activation in its epilogue; needs tiles.metal before it.
-// Macros: X_T, W_T, U_T, BIAS_T, OUT_T element types; W_FORMAT, U_FORMAT: numbers or blocks; GATED (0, 1): gate and up products side by side; those of tiles.metal.
+// The grouped product: rows times their expert's matrix, the activation in its epilogue. Needs activation.metal and
+// tiles.metal before it. Macros: X_T, W_T, U_T, BIAS_T, OUT_T element types; W_FORMAT, U_FORMAT: numbers or blocks;
+// GATED (0, 1): gate and up products side by side; those of tiles.metal.
 
 struct ProductSizes {
     long S;
@@ -20,15 +21,10 @@ struct ProductSizes {
     long has_bias;
     long stride_be;
     long stride_bn;
-    long kind;
+    long kind;  // of activation, -1 for none
 };
 
-struct ActivationNumbers {
-    float alpha;
-    float limit;
-};
-
-// Which expert a tile of BLOCK_M rows belongs to: found[0] the expert, [1] its first row, [2] the end of the expert's
+// Which expert a tile of TILE_M rows belongs to: found[0] the expert, [1] its first row, [2] the end of the expert's
 // rows; found[0] is -1 past the last tile. With fill, rows without an expert are those of expert E.
 // This is the schedule that sizes the grid on the device: the host launches an upper bound of tiles.
 inline void find_tile(
@@ -48,7 +44,7 @@ inline void find_tile(
     int tiles = 0;
     for (int e = begin; e < end; ++e) {
         int stop = e < E ? offsets[e + 1] : int(sizes.S);
-        tiles += (stop - offsets[e] + BLOCK_M - 1) / BLOCK_M;
+        tiles += (stop - offsets[e] + TILE_M - 1) / TILE_M;
     }
     int before = simd_prefix_exclusive_sum(tiles);
     if (lane == 31) scratch[sg] = before + tiles;
@@ -58,10 +54,10 @@ inline void find_tile(
     if (tile >= before && tile < before + tiles) {
         for (int e = begin; e < end; ++e) {
             int stop = e < E ? offsets[e + 1] : int(sizes.S);
-            int mine = (stop - offsets[e] + BLOCK_M - 1) / BLOCK_M;
+            int mine = (stop - offsets[e] + TILE_M - 1) / TILE_M;
             if (tile >= before && tile < before + mine) {
                 found[0] = e;
-                found[1] = offsets[e] + (tile - before) * BLOCK_M;
+                found[1] = offsets[e] + (tile - before) * TILE_M;
                 found[2] = stop;
             }
             before += mine;
@@ -70,8 +66,8 @@ inline void find_tile(
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Buffers: x rows of K elements; w (gate or only) and u (up, when GATED) stacks [E, N, K] of any strides; w_bias, u_bias
-// [E, N]; offsets [E + 1], order [S]; out [S, N]. Grid: ceil(N / BLOCK_N) by an upper bound of tiles.
+// Buffers: x rows of K elements; w (gate or only) and u (up, when GATED) stacks [E, N, K] of any strides;
+// w_bias, u_bias [E, N]; offsets [E + 1], order [S]; out [S, N]. Grid: ceil(N / TILE_N) by an upper bound of tiles.
 kernel void grouped_product(
     device const X_T* x [[buffer(0)]],
     device const W_T* w [[buffer(1)]],
@@ -87,19 +83,19 @@ kernel void grouped_product(
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-    threadgroup float a[BLOCK_M * BLOCK_K];
-    threadgroup float b[BLOCK_K * BLOCK_N];
+    threadgroup float a[TILE_M * TILE_K];
+    threadgroup float b[TILE_K * TILE_N];
 #if GATED
-    threadgroup float b_up[BLOCK_K * BLOCK_N];
+    threadgroup float b_up[TILE_K * TILE_N];
 #endif
-    threadgroup long starts[BLOCK_M];
-    threadgroup long places[BLOCK_M];
+    threadgroup long starts[TILE_M];
+    threadgroup long places[TILE_M];
     threadgroup int found[3];
     threadgroup int scratch[4];
     find_tile(offsets, sizes, int(group.y), found, scratch, thread_index, lane, sg);
     if (found[0] < 0) return;
     long expert = long(found[0]);
-    if (thread_index < BLOCK_M) {
+    if (thread_index < TILE_M) {
         int p = found[1] + int(thread_index);
         bool live = p < found[2];
         long s = live ? long(order[p]) : 0;
@@ -108,7 +104,7 @@ kernel void grouped_product(
         places[thread_index] = live ? (sizes.scatter != 0 ? s : long(p)) * sizes.N : -1;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    long first_n = long(group.x) * BLOCK_N;
+    long first_n = long(group.x) * TILE_N;
     Accumulators sums;
     clear_sums(sums);
     float totals[TOTALS] = {0.0f};
@@ -118,7 +114,7 @@ kernel void grouped_product(
     float up_totals[TOTALS] = {0.0f};
 #endif
     long K = expert < sizes.E ? sizes.K : 0;
-    for (long k = 0; k < K; k += BLOCK_K) {
+    for (long k = 0; k < K; k += TILE_K) {
         load_rows(x, starts, a, k, K, thread_index);
         device const W_T* stack = w + expert * sizes.stride_we;
         load_weight(W_FORMAT, stack, b, first_n, k, sizes.N, K, sizes.stride_wn, sizes.stride_wk, thread_index);
@@ -132,7 +128,7 @@ kernel void grouped_product(
         multiply_tiles(a, b_up, up_sums, sg);
 #endif
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if ((k + BLOCK_K) % STRETCH != 0 && k + BLOCK_K < K) continue;
+        if ((k + TILE_K) % CHUNK_K != 0 && k + TILE_K < K) continue;
         flush_sums(sums, totals, b, thread_index, sg);
 #if GATED
         flush_sums(up_sums, up_totals, b_up, thread_index, sg);
@@ -140,8 +136,8 @@ kernel void grouped_product(
     }
     for (uint i = 0; i < TOTALS; ++i) {
         uint at = thread_index + i * THREADS;
-        long place = places[at / BLOCK_N];
-        long n = first_n + long(at % BLOCK_N);
+        long place = places[at / TILE_N];
+        long n = first_n + long(at % TILE_N);
         if (place < 0 || n >= sizes.N) continue;
         float value = totals[i];
         bool biased = sizes.has_bias != 0 && expert < sizes.E;
@@ -150,9 +146,9 @@ kernel void grouped_product(
 #if GATED
         float up_value = up_totals[i];
         if (biased) up_value += float(u_bias[bias_at]);
-        value = activate(int(sizes.kind), true, value, up_value, numbers.alpha, numbers.limit);
+        value = activate(int(sizes.kind), true, value, up_value, numbers).value;
 #else
-        if (expert < sizes.E) value = activate(int(sizes.kind), false, value, 0.0f, numbers.alpha, numbers.limit);
+        if (expert < sizes.E && sizes.kind >= 0) value = activate(int(sizes.kind), false, value, 0.0f, numbers).value;
 #endif
         out[place + n] = OUT_T(value);
     }

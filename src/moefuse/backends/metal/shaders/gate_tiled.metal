@@ -11,7 +11,7 @@ struct RouterSizes {
 };
 
 // logits [T, E] float32 = (x * norm) router^T, without the inverse RMS. x [T, H], router [E, H], norm [H].
-// Grid: ceil(E / BLOCK_N) by ceil(T / BLOCK_M).
+// Grid: ceil(E / TILE_N) by ceil(T / TILE_M).
 kernel void gate_logits_tiled(
     device const X_T* x [[buffer(0)]],
     device const W_T* router [[buffer(1)]],
@@ -21,12 +21,12 @@ kernel void gate_logits_tiled(
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-    threadgroup float a[BLOCK_M * BLOCK_K];
-    threadgroup float b[BLOCK_K * BLOCK_N];
-    threadgroup long starts[BLOCK_M];
-    long first_t = long(group.y) * BLOCK_M;
-    long first_e = long(group.x) * BLOCK_N;
-    if (thread_index < BLOCK_M) {
+    threadgroup float a[TILE_M * TILE_K];
+    threadgroup float b[TILE_K * TILE_N];
+    threadgroup long starts[TILE_M];
+    long first_t = long(group.y) * TILE_M;
+    long first_e = long(group.x) * TILE_N;
+    if (thread_index < TILE_M) {
         long t = first_t + long(thread_index);
         starts[thread_index] = t < sizes.T ? t * sizes.stride_xt : -1;
     }
@@ -34,25 +34,25 @@ kernel void gate_logits_tiled(
     Accumulators sums;
     clear_sums(sums);
     float totals[TOTALS] = {0.0f};
-    for (long h = 0; h < sizes.H; h += BLOCK_K) {
+    for (long h = 0; h < sizes.H; h += TILE_K) {
         load_rows(x, starts, a, h, sizes.H, thread_index);
         if (sizes.has_norm != 0) {
             // The eight elements that this thread has just put there.
             for (uint i = 0; i < 8; ++i) {
                 uint k = 8 * (thread_index % 4) + i;
-                if (h + long(k) < sizes.H) a[thread_index / 4 * BLOCK_K + k] *= float(norm[h + long(k)]);
+                if (h + long(k) < sizes.H) a[thread_index / 4 * TILE_K + k] *= float(norm[h + long(k)]);
             }
         }
         load_weight(NUMBERS, router, b, first_e, h, sizes.E, sizes.H, sizes.stride_we, 1, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_tiles(a, b, sums, sg);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if ((h + BLOCK_K) % STRETCH == 0 || h + BLOCK_K >= sizes.H) flush_sums(sums, totals, b, thread_index, sg);
+        if ((h + TILE_K) % CHUNK_K == 0 || h + TILE_K >= sizes.H) flush_sums(sums, totals, b, thread_index, sg);
     }
     for (uint i = 0; i < TOTALS; ++i) {
         uint at = thread_index + i * THREADS;
-        long t = first_t + long(at / BLOCK_N);
-        long e = first_e + long(at % BLOCK_N);
+        long t = first_t + long(at / TILE_N);
+        long e = first_e + long(at % TILE_N);
         if (t < sizes.T && e < sizes.E) logits[t * sizes.E + e] = totals[i];
     }
 }

@@ -1,8 +1,6 @@
-"""Every op of the two seed systems, by its name, against its own formula in float64.
+"""Each op against its formula in float64, written out with plain loops.
 
-The rows of "The seeds, op by op" in the specification. The formulas are written out here from the seeds' text, with
-plain loops; sizes include those on which the seeds fail: E=8, 60, 100 and 256, more than 8 slots, more than one token.
-The id-indexed Q4_K and Q6_K products come with the quantised weights.
+Sizes on both sides of what kernels like: E=8, 60, 100 and 256, more than 8 slots, one token and several.
 """
 
 import math
@@ -33,7 +31,7 @@ def gelu_tanh(g):
     return 0.5 * g * (1 + math.tanh(0.7978845608028654 * (g + 0.044715 * g**3)))
 
 
-def gelu_tanh_slope(g):
+def gelu_tanh_derivative(g):
     t = math.tanh(0.7978845608028654 * (g + 0.044715 * g**3))
     return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * g * g)
 
@@ -65,8 +63,8 @@ def uneven(rng, T, top_k):
 @pytest.mark.parametrize("add_residual", [False, True])
 @pytest.mark.parametrize("gate", ["logit", "gate"])
 @pytest.mark.parametrize(("T", "top_k", "H"), [(1, 8, 2048), (5, 8, 256), (3, 10, 77)])
-def test_moe_weighted_reduce(target, rng, T, top_k, H, gate, add_residual):
-    """The kernel applies the sigmoid itself, its text says it was applied before: both forms."""
+def test_sum_with_shared_expert_and_residual(target, rng, T, top_k, H, gate, add_residual):
+    """The shared expert times a gate as it is, and times the sigmoid of a logit."""
     y, weights = oracle.normal(rng, T, top_k, H), uneven(rng, T, top_k)
     shared, value = oracle.normal(rng, T, H), oracle.normal(rng, T)
     residual = oracle.normal(rng, T, H)
@@ -79,9 +77,13 @@ def test_moe_weighted_reduce(target, rng, T, top_k, H, gate, add_residual):
     y, weights, shared, value, residual = on(target, y.flatten(0, 1), weights, shared, value, residual)
     with poisoned():
         got = moefuse.combine(
-            y, weights, shared=shared, residual=residual if add_residual else None, backend=target[0],
+            y,
+            weights,
+            shared=shared,
+            residual=residual if add_residual else None,
+            backend=target[0],
             **{f"shared_{gate}": value},
-        )  # fmt: skip
+        )
     assert_close(got.cpu(), want, F32)
 
 
@@ -90,7 +92,7 @@ def test_moe_weighted_reduce(target, rng, T, top_k, H, gate, add_residual):
     [(1, 16, 8, 3), (4, 32, 128, 8), (3, 64, 60, 4), (5, 48, 100, 10), (2, 96, 256, 12), (7, 40, 128, 32),
      (1, 2816, 128, 8)],
 )  # fmt: skip
-def test_moe_gate(target, rng, T, D, E, top_k):
+def test_gate_with_norm_and_scale_renormalised_again(target, rng, T, D, E, top_k):
     """bf16 hidden state, f32 router; softmax over the selected, times the expert's scale, renormalised once more."""
     router, norm_weight, scale = oracle.weight(rng, E, D), oracle.uniform(rng, D), oracle.uniform(rng, E)
     eps = 1e-6
@@ -111,15 +113,20 @@ def test_moe_gate(target, rng, T, D, E, top_k):
     hidden, router, norm_weight, scale = on(target, hidden, router, norm_weight, scale)
     with poisoned():
         got_weights, got_ids = moefuse.gate(
-            hidden, router, Routing(top_k, renormalize_after_scale=True), norm_weight=norm_weight, eps=eps,
-            per_expert_scale=scale, backend=target[0],
-        )  # fmt: skip
+            hidden,
+            router,
+            Routing(top_k, renormalize_after_scale=True),
+            norm_weight=norm_weight,
+            eps=eps,
+            per_expert_scale=scale,
+            backend=target[0],
+        )
     assert got_ids.tolist() == ids
     assert_close(got_weights.cpu(), torch.tensor(weights, dtype=torch.float64), oracle.FROM_PRODUCT)
 
 
 @pytest.mark.parametrize(("slots", "ffn"), [(8, 768), (1, 31), (24, 257)])
-def test_silu_mul_stacked(target, rng, slots, ffn):
+def test_silu_times_up(target, rng, slots, ffn):
     gate, up = oracle.normal(rng, slots, ffn, scale=3.0), oracle.normal(rng, slots, ffn)
     want = each(lambda g, u: silu(g) * u, gate, up)
     with poisoned():
@@ -131,7 +138,7 @@ STACKED = pytest.mark.parametrize(("T", "slots", "hidden"), [(1, 8, 2048), (1, 2
 
 
 @STACKED
-def test_weighted_sum_stacked(target, rng, T, slots, hidden):
+def test_weighted_sum(target, rng, T, slots, hidden):
     y, weights = oracle.normal(rng, T, slots, hidden), uneven(rng, T, slots)
     with poisoned():
         got = moefuse.combine(*on(target, y.flatten(0, 1), weights), backend=target[0])
@@ -139,7 +146,7 @@ def test_weighted_sum_stacked(target, rng, T, slots, hidden):
 
 
 @STACKED
-def test_weighted_sum_residual_stacked(target, rng, T, slots, hidden):
+def test_weighted_sum_into_the_residual(target, rng, T, slots, hidden):
     """The residual is read and written."""
     y, weights, residual = oracle.normal(rng, T, slots, hidden), uneven(rng, T, slots), oracle.normal(rng, T, hidden)
     want = weighted_sum(y, weights) + residual.double()
@@ -149,7 +156,7 @@ def test_weighted_sum_residual_stacked(target, rng, T, slots, hidden):
 
 
 @STACKED
-def test_weighted_sum_residual_norm_stacked(target, rng, T, slots, hidden):
+def test_weighted_sum_into_the_residual_and_its_norm(target, rng, T, slots, hidden):
     """The residual in place, and the next layer's RMSNorm of it."""
     y, weights, residual = oracle.normal(rng, T, slots, hidden), uneven(rng, T, slots), oracle.normal(rng, T, hidden)
     next_weight, eps = oracle.uniform(rng, hidden), 1e-6
@@ -175,7 +182,7 @@ def test_weighted_sum_residual_norm_stacked(target, rng, T, slots, hidden):
 @pytest.mark.parametrize(
     ("T", "E", "D", "inter", "top_k"), [(1, 2, 8, 4, 1), (1, 8, 8, 4, 2), (4, 60, 24, 20, 4), (3, 16, 40, 24, 12)]
 )
-def test_moe_dispatch(target, rng, T, E, D, inter, top_k):
+def test_experts_one_after_another(target, rng, T, E, D, inter, top_k):
     """Expert by expert: GELU(gate) * up, down, accumulated with the routing weight."""
     x, ids, weights = oracle.normal(rng, T, D), oracle.distinct_ids(rng, T, top_k, E), oracle.uniform(rng, T, top_k)
     gate, up = oracle.weight(rng, E, inter, D), oracle.weight(rng, E, inter, D)
@@ -207,7 +214,7 @@ def check_geglu(target, gate_up, tolerance):
 
 
 @pytest.mark.parametrize("N", [256, 33])
-def test_fused_gelu_mul_bf16(target, rng, N):
+def test_gelu_times_up_bf16(target, rng, N):
     gate, up = oracle.normal(rng, N, scale=2.0).bfloat16(), oracle.normal(rng, N).bfloat16()
     with poisoned():
         got = moefuse.glu(*on(target, gate, up), "gelu_tanh", backend=target[0])
@@ -216,36 +223,36 @@ def test_fused_gelu_mul_bf16(target, rng, N):
 
 
 @pytest.mark.parametrize("N", [16, 704, 33])
-def test_moe_swiglu_fused(target, rng, N):
-    """[2N] to [N]; "swiglu" in these names means GELU."""
+def test_geglu_of_a_vector(target, rng, N):
+    """[2N] to [N]."""
     check_geglu(target, oracle.normal(rng, 2 * N, scale=2.0), F32)
 
 
 @pytest.mark.parametrize("slot", [0, 3])
-def test_moe_swiglu_fused_offset(target, rng, slot):
-    """A view of a slot instead of byte offsets."""
+def test_geglu_of_a_slot(target, rng, slot):
+    """A view that begins in the middle of a stack."""
     stacked = oracle.normal(rng, 4, 40, scale=2.0)
     check_geglu(target, stacked[slot], F32)
     check_geglu(target, stacked.flatten()[40 * slot : 40 * slot + 38], F32)
 
 
 @pytest.mark.parametrize(("top_k", "I"), [(4, 16), (8, 704), (12, 33)])
-def test_moe_swiglu_batch(target, rng, top_k, I):
+def test_geglu_of_slots(target, rng, top_k, I):
     check_geglu(target, oracle.normal(rng, top_k, 2 * I, scale=2.0), F32)
 
 
 @pytest.mark.parametrize(("T", "top_k", "I"), [(3, 2, 16), (5, 8, 33)])
-def test_moe_swiglu_seq(target, rng, T, top_k, I):
+def test_geglu_of_tokens(target, rng, T, top_k, I):
     check_geglu(target, oracle.normal(rng, T, top_k, 2 * I, scale=2.0), F32)
 
 
 @pytest.mark.parametrize(("T", "top_k", "I"), [(3, 2, 16), (5, 8, 33)])
-def test_moe_swiglu_seq_bf16(target, rng, T, top_k, I):
+def test_geglu_of_tokens_bf16(target, rng, T, top_k, I):
     check_geglu(target, oracle.normal(rng, T, top_k, 2 * I, scale=2.0).bfloat16(), BF16)
 
 
 @pytest.mark.parametrize("H", [32, 2816])
-def test_moe_accumulate(target, rng, H):
+def test_accumulate_expert_by_expert(target, rng, H):
     """acc += w * y, one expert after another."""
     accumulator, outputs, weights = oracle.normal(rng, 1, H), oracle.normal(rng, 4, 1, H), [0.5, 1.5, -0.25, 2.0]
     want = accumulator.double()
@@ -258,7 +265,7 @@ def test_moe_accumulate(target, rng, H):
     assert_close(here.cpu(), want, F32)
 
 
-def test_moe_accumulate_offset(target, rng):
+def test_accumulate_from_the_middle_of_a_stack(target, rng):
     """The expert's output read from the middle of a stack, as a view."""
     accumulator, stacked = oracle.normal(rng, 1, 48), oracle.normal(rng, 8, 48)
     want = accumulator.double() + 0.75 * stacked[5:6].double()
@@ -267,7 +274,7 @@ def test_moe_accumulate_offset(target, rng):
     assert_close(here.cpu(), want, F32)
 
 
-def test_moe_zero_buffer(target, rng):
+def test_accumulating_from_zero_is_the_weighted_sum(target, rng):
     """torch zeroes; zero and accumulate is the weighted sum, to the bit."""
     y, weights = oracle.normal(rng, 3, 48), oracle.uniform(rng, 1, 3)
     y, weights = on(target, y, weights)
@@ -281,7 +288,7 @@ def test_moe_zero_buffer(target, rng):
 
 @pytest.mark.parametrize(("E", "top_k"), [(8, 2), (60, 4), (100, 12), (128, 8), (256, 8)])
 @pytest.mark.parametrize("presorted", [False, True])
-def test_moe_gather_topk_weights(target, rng, E, top_k, presorted):
+def test_route_with_scale(target, rng, E, top_k, presorted):
     """The k largest probabilities over their sum, times the expert's scale; no renormalising after."""
     probabilities = torch.softmax(oracle.normal(rng, E, scale=2.0).double(), -1)
     if presorted:
@@ -299,7 +306,7 @@ def test_moe_gather_topk_weights(target, rng, E, top_k, presorted):
 
 
 @pytest.mark.parametrize(("top_k", "H"), [(4, 32), (8, 2816), (20, 33)])
-def test_moe_weighted_sum(target, rng, top_k, H):
+def test_weighted_sum_of_one_token(target, rng, top_k, H):
     y, weights = oracle.normal(rng, 1, top_k, H), uneven(rng, 1, top_k)
     with poisoned():
         got = moefuse.combine(*on(target, y[0], weights), backend=target[0])
@@ -307,7 +314,7 @@ def test_moe_weighted_sum(target, rng, top_k, H):
 
 
 @pytest.mark.parametrize(("T", "top_k", "H"), [(3, 2, 16), (33, 8, 70), (4, 12, 9)])
-def test_moe_weighted_sum_seq(target, rng, T, top_k, H):
+def test_weighted_sum_of_tokens(target, rng, T, top_k, H):
     y, weights = oracle.normal(rng, T, top_k, H), uneven(rng, T, top_k)
     with poisoned():
         got = moefuse.combine(*on(target, y.flatten(0, 1), weights), backend=target[0])
@@ -315,7 +322,7 @@ def test_moe_weighted_sum_seq(target, rng, T, top_k, H):
 
 
 @pytest.mark.parametrize(("T", "top_k", "H"), [(3, 2, 16), (33, 8, 70), (4, 12, 9)])
-def test_moe_weighted_sum_seq_bf16_input(target, rng, T, top_k, H):
+def test_weighted_sum_of_bf16_in_f32(target, rng, T, top_k, H):
     """bf16 in, f32 out."""
     y, weights = oracle.normal(rng, T, top_k, H).bfloat16(), uneven(rng, T, top_k)
     out = torch.full((T, H), torch.nan, device=target[1])
@@ -324,18 +331,18 @@ def test_moe_weighted_sum_seq_bf16_input(target, rng, T, top_k, H):
 
 
 @pytest.mark.parametrize(("T", "top_k", "I"), [(3, 2, 16), (5, 10, 7)])
-def test_moe_swiglu_seq_backward(target, rng, T, top_k, I):
+def test_geglu_gradient(target, rng, T, top_k, I):
     """One tensor of the forward's layout; gelu'(0) is a half."""
     gate_up, d_out = oracle.normal(rng, T, top_k, 2 * I, scale=2.0), oracle.normal(rng, T, top_k, I)
     gate_up[0, 0, 0] = 0.0
     gate, up = gate_up[..., :I], gate_up[..., I:]
-    d_gate = each(lambda d, g, u: d * u * gelu_tanh_slope(g), d_out, gate, up)
+    d_gate = each(lambda d, g, u: d * u * gelu_tanh_derivative(g), d_out, gate, up)
     d_up = each(lambda d, g: d * gelu_tanh(g), d_out, gate)
     assert float(d_gate[0, 0, 0]) == pytest.approx(0.5 * float(d_out[0, 0, 0]) * float(up[0, 0, 0]))
     leaf = gate_up.to(target[1]).requires_grad_()
     with poisoned():
         got = torch.autograd.grad(moefuse.glu(leaf, "gelu_tanh", backend=target[0]), leaf, d_out.to(target[1]))[0]
-    # 1 - tanh(s)**2 cancels in the tail of the slope: an f32 tanh leaves 1e-6 of it there.
+    # 1 - tanh(s)**2 cancels in the tail of the derivative: an f32 tanh leaves 1e-6 of it there.
     assert_close(got.cpu(), torch.cat((d_gate, d_up), -1), oracle.GRADIENT, whole=True)
 
 
@@ -346,7 +353,7 @@ def weighted_sum_gradients(target, y, weights, d_out):
 
 
 @pytest.mark.parametrize(("T", "top_k", "H"), [(3, 2, 16), (5, 10, 33)])
-def test_moe_weighted_sum_seq_backward_outputs(target, rng, T, top_k, H):
+def test_weighted_sum_gradient_of_rows(target, rng, T, top_k, H):
     """d_y[t, j] = w[t, j] * d_out[t]."""
     y, weights, d_out = oracle.normal(rng, T, top_k, H), uneven(rng, T, top_k), oracle.normal(rng, T, H)
     want = torch.stack([float(weights[t, j]) * d_out[t].double() for t in range(T) for j in range(top_k)])
@@ -354,7 +361,7 @@ def test_moe_weighted_sum_seq_backward_outputs(target, rng, T, top_k, H):
 
 
 @pytest.mark.parametrize(("T", "top_k", "H"), [(3, 2, 16), (5, 10, 33), (2, 8, 2048)])
-def test_moe_weighted_sum_seq_backward_weights(target, rng, T, top_k, H):
+def test_weighted_sum_gradient_of_weights(target, rng, T, top_k, H):
     """d_w[t, j] = <y[t, j], d_out[t]>."""
     y, weights, d_out = oracle.normal(rng, T, top_k, H), uneven(rng, T, top_k), oracle.normal(rng, T, H)
     want = torch.tensor(
@@ -368,7 +375,7 @@ def test_moe_weighted_sum_seq_backward_weights(target, rng, T, top_k, H):
     ("B", "E", "top_k"), [(3, 16, 4), (1, 8, 2), (5, 60, 4), (4, 100, 10), (2, 128, 8), (3, 256, 33)]
 )
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_moe_router_topk_softmax(target, rng, B, E, top_k, renormalize):
+def test_route_by_softmax(target, rng, B, E, top_k, renormalize):
     """Softmax over all, largest first, ties to the lowest id, optionally over max(sum, 2**-14); E=60 and k=33 too."""
     logits = oracle.normal(rng, B, E, scale=2.0)
     logits[0, : E // 2] = logits[0, 0]
@@ -388,21 +395,21 @@ def test_moe_router_topk_softmax(target, rng, B, E, top_k, renormalize):
 
 @pytest.mark.parametrize(("B", "E", "top_k"), [(5, 8, 3), (40, 60, 4), (576, 128, 8), (3, 100, 10), (100, 256, 1)])
 @pytest.mark.parametrize("messy", [False, True])
-def test_moe_compute_ids_tpe(target, rng, B, E, top_k, messy):
-    """Tokens per expert, the pairs of each expert, and the grid that the indirect arguments carry."""
+def test_plan_lists_the_pairs_of_each_expert(target, rng, B, E, top_k, messy):
+    """Assignments per expert, which they are, and how many tiles of 32 rows the fullest expert takes."""
     selected = oracle.distinct_ids(rng, B, top_k, E)
     if messy:
         selected = torch.randint(-1, E + 1, (B, top_k), generator=rng)
-    tpe, pairs = [0] * E, [[] for _ in range(E)]
+    counts, pairs = [0] * E, [[] for _ in range(E)]
     for pair, e in enumerate(selected.flatten().tolist()):
         if 0 <= e < E:
-            tpe[e] += 1
+            counts[e] += 1
             pairs[e].append(pair)
     with poisoned():
         plan = moefuse.plan(selected.to(target[1]), E, backend=target[0])
     offsets, order = plan.offsets.tolist(), plan.order.tolist()
-    assert plan.counts.tolist() == tpe
+    assert plan.counts.tolist() == counts
     assert [order[offsets[e] : offsets[e + 1]] for e in range(E)] == pairs
-    grid_x = max(1, math.ceil(max(tpe) / 32))
+    grid_x = max(1, math.ceil(max(counts) / 32))
     assert max(1, math.ceil(int(plan.counts.max()) / 32)) == grid_x
     assert order[offsets[E] :] == [s for s, e in enumerate(selected.flatten().tolist()) if not 0 <= e < E]

@@ -80,8 +80,8 @@ kernel void combine_backward(
     if (sizes.has_factor == 0) return;
     along_shared = threadgroup_sum(along_shared, scratch, lane, sg, 8);
     if (thread_index == 0) {
-        float slope = sizes.factor_is_logit != 0 ? factor_value * (1.0f - factor_value) : 1.0f;
-        d_factor[row] = FACTOR_T(along_shared * slope);
+        float derivative = sizes.factor_is_logit != 0 ? factor_value * (1.0f - factor_value) : 1.0f;
+        d_factor[row] = FACTOR_T(along_shared * derivative);
     }
 }
 
