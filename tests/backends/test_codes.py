@@ -122,7 +122,7 @@ def test_the_native_library_refuses_what_it_cannot_read() -> None:
     from moefuse.backends.cpu import _native
 
     x, relu = torch.ones(1, 4), Activation("relu", gated=False)
-    with pytest.raises(NotImplementedError, match="no kernels for the dtype torch.float64"):
+    with pytest.raises(NotImplementedError, match="no kernels for the dtype"):
         _native.core.glu(x.double(), None, relu, "halves", x, 1)
     with pytest.raises(AttributeError, match="no attribute 'kind'"):
         _native.core.glu(x, None, "relu", "halves", x, 1)
