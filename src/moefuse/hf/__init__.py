@@ -18,14 +18,4 @@ from moefuse.hf.gguf_experts import BlockExperts, dequantize  # noqa: E402  # tr
 from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 
-__all__ = [
-    "NAME",
-    "BlockExperts",
-    "PatchReport",
-    "Support",
-    "dequantize",
-    "from_gguf",
-    "patch",
-    "supports",
-    "unpatch",
-]
+__all__ = ["NAME", "BlockExperts", "PatchReport", "Support", "dequantize", "from_gguf", "patch", "supports", "unpatch"]
