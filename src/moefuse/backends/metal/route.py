@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefuse.backends.codes import sums_two
 from moefuse.backends.metal import codes
-from moefuse.backends.metal.launch import Shader, given, or_stand_in
+from moefuse.backends.metal.launch import Shader, given, or_stand_in, types_of
 from moefuse.types import Routing
 
 
@@ -44,7 +44,7 @@ def route(
     T, E = logits.shape
     weights, ids = results(T, routing, logits.device)
     added, factor = or_stand_in(bias, weights), or_stand_in(per_expert_scale, weights)
-    types = {"LOGITS_T": logits.dtype, "BIAS_T": added.dtype, "SCALE_T": factor.dtype}
+    types = types_of(LOGITS=logits, BIAS=added, SCALE=factor)
     shader = Shader(("route",), {**types, "EXPERTS_PER_LANE": experts_per_lane(E)})
     rule, numbers = rule_of(routing, E, bias, per_expert_scale), rule_numbers(routing)
     shader.launch("route", (T,), 32, logits, added, factor, weights, ids, rule, numbers, logits.stride(0))
