@@ -139,7 +139,8 @@ def run_experts(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a call without a plan that passed the checks does."""
     outputs = fresh_outputs(tail, x, out, normed_out)
-    select(experts_reference, x, backend, stacks.specs)(x, ids, weights, stacks, None, activation, tail, outputs, None)
+    run = select(experts_reference, x, backend, stacks.specs, settled=True)
+    run(x, ids, weights, stacks, None, activation, tail, outputs, None)
     return results_of(outputs)
 
 

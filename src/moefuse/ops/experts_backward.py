@@ -56,7 +56,7 @@ def experts_backward_reference(
     found = dict.fromkeys(Wanted._fields, torch.empty(0))
     (T, top_k), E = weights.shape, plan.num_experts
     order, layout = plan.order.long(), stacks.layout
-    gate_up, up, down = plain_stacks(stacks)
+    gate_up, up, down = stacks.numbers
     positions = torch.arange(plan.assignments, device=d.device, dtype=plan.offsets.dtype)
     live = (positions < plan.offsets[-1]).unsqueeze(1)
     share = widen(weights).reshape(-1, 1)[order].where(live, 0)
@@ -93,15 +93,6 @@ def experts_backward_reference(
     return _seven(
         found[name].clone() if want else d.new_empty(0) for name, want in zip(Wanted._fields, wanted, strict=True)
     )
-
-
-def plain_stacks(stacks: Stacks) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gate and up, up where it comes apart, and down: numbers all, for blocks take another way to their gradients."""
-    gate_up, up, down = stacks.gate_up, stacks.up, stacks.down
-    assert isinstance(gate_up, Tensor)
-    assert up is None or isinstance(up, Tensor)
-    assert isinstance(down, Tensor)
-    return gate_up, up, down
 
 
 def _seven(tensors: Iterable[Tensor]) -> _Seven:
@@ -172,7 +163,7 @@ def _fake(
     wanted: Wanted,
     reuse_z: bool,
 ) -> _Seven:
-    gate_up, up, down = plain_stacks(stacks)
+    gate_up, up, down = stacks.numbers
     inputs = (x, weights, gate_up, up, down, stacks.gate_up_bias, stacks.down_bias)
     return _seven(
         t.new_empty(t.shape) if want and t is not None else d.new_empty(0)

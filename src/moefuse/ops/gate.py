@@ -135,7 +135,7 @@ def run_gate(
     backend: str | None, x: Tensor, router: Router, routing: Routing, return_normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a call that passed `check` does."""
-    return select(gate_reference, x, backend)(x, router, routing, return_normed)
+    return select(gate_reference, x, backend, settled=True)(x, router, routing, return_normed)
 
 
 def _fake(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tuple[Tensor, Tensor, Tensor]:

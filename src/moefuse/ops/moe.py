@@ -130,6 +130,6 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a call that passed the checks does."""
     norms = router.norm_weight is not None
-    weights, ids, normed = select(gate_reference, x, backend)(x, router, routing, norms)
+    weights, ids, normed = select(gate_reference, x, backend, settled=True)(x, router, routing, norms)
     rows = normed if norms else x
     return run_experts(backend, rows, ids, weights, stacks, activation, tail, out, normed_out)

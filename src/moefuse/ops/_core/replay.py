@@ -18,6 +18,7 @@ from torch import Tensor
 from moefuse import backends, config
 from moefuse.ops._core import select
 from moefuse.ops._core.library import unwatched
+from moefuse.ops._core.memory import is_settled
 from moefuse.ops._core.schema import signature_of
 from moefuse.quant.tensor import QuantTensor
 
@@ -66,7 +67,7 @@ class Call(NamedTuple):
 
 def lookup(op: str, backend: str | None, values: Iterable[Any]) -> Call | None:
     """What is known of a call with these options and tensors; None where it must take the long way: traced,
-    differentiated, or not plain tensors."""
+    differentiated, or with tensors that are not plain or lie strangely."""
     if not unwatched():
         return None
     tensors: list[Tensor] = []
@@ -77,6 +78,8 @@ def lookup(op: str, backend: str | None, values: Iterable[Any]) -> Call | None:
                 layouts.append(value.spec)
                 value = value.blocks
             if type(value) in _DENSE:
+                if not is_settled(value, True):
+                    return None
                 tensors.append(value)
                 layouts.append((value.dtype, value.shape, value.stride()))
             elif isinstance(value, Tensor):
@@ -84,8 +87,6 @@ def lookup(op: str, backend: str | None, values: Iterable[Any]) -> Call | None:
             else:
                 layouts.append(None if value is None else (type(value), value))
         if not tensors or (torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]):
-            return None
-        if True in [t.is_neg() for t in tensors]:  # a view's sign is no part of its layout
             return None
         addresses = [t.data_ptr() for t in tensors]
         devices = [t.device for t in tensors]

@@ -17,7 +17,7 @@ import torch
 
 from moefuse import backends, config
 from moefuse.backends import REFERENCE
-from moefuse.ops._core.memory import settled
+from moefuse.ops._core import memory
 from moefuse.quant.tensor import format_in
 
 P = ParamSpec("P")
@@ -47,7 +47,10 @@ class Selection:
     op: str
     device: str
     backend: str
+    #: takes any tensors
     run: Callable[..., Any]
+    #: takes settled ones, see `moefuse.ops._core.memory`
+    kernel: Callable[..., Any]
     decisions: tuple[Decision, ...]
 
 
@@ -96,12 +99,13 @@ def _answer(asked: _Question) -> Selection:
         if reason is None:
             why = f"takes {asked.device} tensors" if explicit is None else source
             decisions.append(Decision(row.name, True, why))
-            return Selection(op, asked.device, row.name, settled(op, row.load().OPS[op]), tuple(decisions))
+            kernel = row.load().OPS[op]
+            return Selection(op, asked.device, row.name, memory.settled(op, kernel), kernel, tuple(decisions))
         if explicit is not None:
             raise ValueError(f"{op}: backend {explicit!r} ({source}) cannot run this call: {reason}")
         decisions.append(Decision(row.name, False, reason))
     decisions.append(Decision(REFERENCE, True, source if explicit else "runs everywhere"))
-    return Selection(op, asked.device, REFERENCE, REFERENCES[op], tuple(decisions))
+    return Selection(op, asked.device, REFERENCE, REFERENCES[op], REFERENCES[op], tuple(decisions))
 
 
 @functools.lru_cache(_MOST)
@@ -138,10 +142,13 @@ def select(
     like: torch.Tensor,
     backend: str | None,
     specs: tuple[str | None, ...] = (),
+    *,
     saves: bool = False,
+    settled: bool = False,
 ) -> Callable[P, R]:
-    """What runs in the place of an op's reference; see `choose`."""
-    return choose(reference.__name__.removesuffix("_reference"), like, backend, specs, saves).run
+    """What runs in the place of an op's reference; see `choose`. ``settled``: every tensor is so already."""
+    chosen = choose(reference.__name__.removesuffix("_reference"), like, backend, specs, saves)
+    return chosen.kernel if settled else chosen.run
 
 
 def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
