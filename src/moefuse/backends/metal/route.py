@@ -13,23 +13,14 @@ from moefuse.backends.metal.launch import Shader, given, or_stand_in, types_of
 from moefuse.types import Routing
 
 #: the fields of `Routing` that enter `rule_of` and `rule_numbers`
-_IN_RULE = {
-    "top_k",
-    "score",
-    "renormalize",
-    "renormalize_after_scale",
-    "groups",
-    "top_groups",
-    "group_score",
-    "softcap",
-}
-_IN_NUMBERS = {"scale", "softcap", "norm_floor"}
+_RULE = {"top_k", "score", "renormalize", "renormalize_after_scale", "groups", "top_groups", "group_score", "softcap"}
+_NUMBERS = {"scale", "softcap", "norm_floor"}
 
 
 def rule_of(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> list[int]:
     """The fields of ``Rule`` in route.metal."""
     for field in dataclasses.fields(routing):
-        if field.name not in _IN_RULE | _IN_NUMBERS and getattr(routing, field.name) != field.default:
+        if field.name not in _RULE | _NUMBERS and getattr(routing, field.name) != field.default:
             raise NotImplementedError(f"metal: no kernels for the field {field.name!r} of Routing")
     score, renormalize = codes.SCORE[routing.score], (routing.renormalize, routing.renormalize_after_scale)
     groups = (routing.groups, routing.top_groups, sums_two(routing.group_score))
