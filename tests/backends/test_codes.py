@@ -105,13 +105,11 @@ def test_triton_fails_to_compile_what_it_does_not_know() -> None:
     """Even a call that went past the check: the last branch asserts its name."""
     if ("triton", "cpu") not in cases.runnable(emulated=True):
         pytest.skip("needs Triton's interpreter")
-    from moefuse.backends.triton import activation
+    from moefuse.backends.triton import glu
 
     x = torch.ones(4)
     with pytest.raises(Exception, match="do not know"):
-        activation.launch(
-            activation._glu_kernel, (1,), x, x, x, 1, 4, 4, 1, 1.0, 1.0, KIND="toy", GATED=False, BLOCK=16
-        )
+        glu.launch(glu._glu_kernel, (1,), x, x, x, 1, 4, 4, 1, 1.0, 1.0, KIND="toy", GATED=False, BLOCK=16)
 
 
 @pytest.mark.skipif("cpu" not in RUNNABLE, reason="the native library was not built")

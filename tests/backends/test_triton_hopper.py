@@ -86,7 +86,7 @@ def test_no_plan_has_more_tiles_than_there_is_room_for(width: int) -> None:
 
 
 def test_tiles_are_as_wide_as_experts_have_rows() -> None:
-    from moefuse.backends.triton.tiles import TURNED_STAGES, turned_width
+    from moefuse.backends.triton.runtime.tiles import TURNED_STAGES, turned_width
 
     assert [turned_width(load) for load in (1, 64, 80, 81, 128, 200, 5000)] == [64, 64, 64, 128, 128, 256, 256]
     assert tuple(TURNED_STAGES) == WIDTHS
@@ -95,7 +95,7 @@ def test_tiles_are_as_wide_as_experts_have_rows() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, on a machine it takes for a Hopper card."""
-    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     monkeypatch.setattr(found, "is_hopper", lambda _: True)
     return found
 
@@ -123,7 +123,7 @@ def test_it_takes_whole_tiles(hopper: Any, dtype: torch.dtype) -> None:
 
 
 def test_it_leaves_the_rest(hopper: Any) -> None:
-    from moefuse.backends.triton.tiles import TURNED_ROWS
+    from moefuse.backends.triton.runtime.tiles import TURNED_ROWS
 
     for other in (Offered(dtype=torch.float32), Offered(K=96), Offered(N=96)):
         assert not hopper.takes(*other.gated())
@@ -169,7 +169,7 @@ def test_it_takes_blocks_that_lie_together(hopper: Any) -> None:
 
 
 def test_another_machine_has_no_such_kernel() -> None:
-    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     assert not found.is_hopper(torch.device("cpu"))
     assert HOPPER or not found.takes(*Offered().plain())
 
@@ -181,7 +181,7 @@ def test_what_only_the_other_kernel_does(
 ) -> None:
     from moefuse.backends.triton import grouped_linear
     from moefuse.backends.triton.grouped_linear import Rows, product
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.runtime.tiles import Tile
 
     calls = []
     monkeypatch.setattr(hopper, "takes", lambda *_: True)
@@ -204,8 +204,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
-from moefuse.backends.triton.hopper import _turned_kernel as kernel
-from moefuse.backends.triton.tiles import TURNED_STAGES
+from moefuse.backends.triton.grouped_linear_hopper import _turned_kernel as kernel
+from moefuse.backends.triton.runtime.tiles import TURNED_STAGES
 
 def desc(dtype, *block, bits=16):
     return f"tensordesc<{dtype}{list(block)},{NVMMASharedLayout(128, bits, rank=len(block))!r}>".replace(" ", "")
@@ -249,7 +249,7 @@ PAIRS = [(gated, blocks, width) for gated, blocks, width in ALL_VARIANTS if gate
 )
 def test_it_compiles_without_a_card(variants: list[tuple[bool, bool, int]], tmp_path: Path) -> None:
     """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
-    pytest.importorskip("moefuse.backends.triton.hopper")
+    pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     code = f"VARIANTS = {variants}\n{_COMPILE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
@@ -286,10 +286,10 @@ class Routed:
         up: QuantTensor | None = None,
     ) -> None:
         """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
-        from moefuse.backends.triton import hopper
+        from moefuse.backends.triton import grouped_linear_hopper as hopper
         from moefuse.backends.triton.grouped_linear import product, up_rows
         from moefuse.backends.triton.plan import TokenTiles
-        from moefuse.backends.triton.tiles import Tile
+        from moefuse.backends.triton.runtime.tiles import Tile
         from moefuse.ops.activation import glu_reference
         from moefuse.ops.grouped_linear import grouped_linear_reference
 
@@ -389,7 +389,7 @@ def test_without_any_row() -> None:
 def test_more_than_2_to_the_31_numbers() -> None:
     """Tokens and results past that many are found by 64-bit offsets."""
     from moefuse.backends.triton.grouped_linear import product, up_rows
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.runtime.tiles import Tile
 
     T = 2**31 // I + 1000
     x = torch.empty(T, H, dtype=torch.bfloat16, device="cuda").normal_()
@@ -436,7 +436,7 @@ class Block:
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows with each product that is taken: whether it gathers."""
-    from moefuse.backends.triton import hopper
+    from moefuse.backends.triton import grouped_linear_hopper as hopper
 
     calls: list[bool] = []
     launched = hopper.turned_product
@@ -514,7 +514,8 @@ def test_in_a_graph() -> None:
 
 @on_hopper
 def test_the_same_bits_and_no_new_kernel_for_other_tokens() -> None:
-    from moefuse.backends.triton import hopper, launch
+    from moefuse.backends.triton import grouped_linear_hopper as hopper
+    from moefuse.backends.triton.runtime import launch
 
     def compiled() -> list[Any]:
         return [key for key in launch._COMPILED if key[0] is hopper._turned_kernel]

@@ -30,7 +30,7 @@ def stacks(layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str, str]) -> None:
     """Heights of 128 take the half-height last tile too; N is no multiple of the tile."""
     from moefuse.backends.triton.grouped_linear import Rows, product
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.runtime.tiles import Tile
     from moefuse.ops.activation import glu_reference
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
@@ -55,7 +55,7 @@ def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str,
 
 
 def test_numbers_of_32_and_of_64_bits_have_kernels_of_their_own() -> None:
-    from moefuse.backends.triton.launch import _kind
+    from moefuse.backends.triton.runtime.launch import _kind
 
     for small, large in ((16, 2**31), (17, 2**31 + 1), (-16, -(2**31) - 16)):
         assert _kind(small) != _kind(large)
@@ -65,7 +65,7 @@ def test_numbers_of_32_and_of_64_bits_have_kernels_of_their_own() -> None:
 
 @pytest.mark.parametrize("format", ["", "Q4_K", "Q8_0"])
 def test_tiles_of_few_tokens_fit_a_small_card(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.backends.triton import tiles, tuned
+    from moefuse.backends.triton.runtime import tiles, tuned
 
     cpu = torch.device("cpu")
     monkeypatch.setattr(tiles, "INTERPRETED", False)
@@ -78,7 +78,7 @@ def test_tiles_of_few_tokens_fit_a_small_card(format: str, monkeypatch: pytest.M
 
 def test_a_lone_token_has_longer_stretches_of_weights_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of one token are too few to keep the memory busy with short ones."""
-    from moefuse.backends.triton import tiles
+    from moefuse.backends.triton.runtime import tiles
 
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     alone, four = (tiles.few_down_tile(tokens * 2048, 768, 8) for tokens in (1, 4))

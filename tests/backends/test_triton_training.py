@@ -70,7 +70,7 @@ def run_with_tail(given, rule, tail, target):
 def test_mirrored_product_by_descriptors(target, rng, apart, gather):
     """The copy engine's path, which the interpreter's small tiles do not take by themselves."""
     from moefuse.backends.triton.experts_backward import mirror
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.runtime.tiles import Tile
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
 
@@ -96,13 +96,13 @@ def test_mirrored_product_by_descriptors(target, rng, apart, gather):
     ],
 )
 def test_frozen_parts_launch_nothing(target, rng, monkeypatch, trained, kernels):
-    from moefuse.backends.triton import experts_backward, outer
+    from moefuse.backends.triton import experts_backward, grouped_outer
 
     given, rule = make(rng)
     leaves = {k: t.to(target[1]).requires_grad_(k in trained) for k, t in given.items()}
     out = moefuse.experts(**leaves, **rule | {"ids": rule["ids"].to(target[1])}, backend=target[0])
     launched = []
-    for module in (experts_backward, outer):
+    for module in (experts_backward, grouped_outer):
         original = module.launch
         spy = lambda kernel, *a, f=original, **k: (launched.append(kernel.__name__), f(kernel, *a, **k))[1]  # noqa: E731
         monkeypatch.setattr(module, "launch", spy)

@@ -25,8 +25,8 @@ from moefuse.ops import select
 from moefuse.testing.compare import Tolerance, difference
 
 pytest.importorskip("triton")
-from moefuse.backends.triton import tuned
-from moefuse.backends.triton.tiles import FEW_TOKENS, Tile
+from moefuse.backends.triton.runtime import tuned
+from moefuse.backends.triton.runtime.tiles import FEW_TOKENS, Tile
 
 CPU = torch.device("cpu")
 command = importlib.import_module("moefuse.cli.tune")
@@ -184,11 +184,11 @@ def test_both_products_at_every_load_once() -> None:
 @pytest.mark.parametrize("T", [1, FEW_TOKENS + 4])
 def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, with made-up times: every tile that is tried gives the result of the built-in one."""
-    from moefuse.backends.triton import launch
+    from moefuse.backends.triton.runtime import launch
 
     used: set[int] = set()
     monkeypatch.setattr(launch, "launch", _spy(launch.launch, used))
-    for module in ("few", "grouped_linear"):
+    for module in ("experts_decode", "grouped_linear"):
         monkeypatch.setattr(f"moefuse.backends.triton.{module}.launch", launch.launch)
     x, router = torch.randn(T, 64), torch.randn(4, 64) / 8
     gate_up, down = torch.randn(4, 64, 64) / 8, torch.randn(4, 64, 32) / 6
@@ -387,7 +387,7 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
 
 
 def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("moefuse.backends.triton.hopper")
+    hopper = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     layer = Shape("custom", experts=4, hidden=256, intermediate=128, top_k=2)
     many, few = 400, 40

@@ -68,8 +68,8 @@ class Finding:
 
 def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
     """The products of a layer whose tiles are looked for."""
-    from moefuse.backends.triton.tiles import FEW_TOKENS
-    from moefuse.backends.triton.tuned import Product
+    from moefuse.backends.triton.runtime.tiles import FEW_TOKENS
+    from moefuse.backends.triton.runtime.tuned import Product
 
     up, down = map(format_in, shape.weights) if shape.weights else ("", "")
     few = "few " if tokens <= FEW_TOKENS else ""
@@ -82,7 +82,7 @@ def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
 def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
     """Whether there is one to look for: the product that Hopper takes for many rows has none."""
     from moefuse.backends.triton.grouped_linear import hopper
-    from moefuse.backends.triton.tiles import IN_WORDS
+    from moefuse.backends.triton.runtime.tiles import IN_WORDS
 
     if hopper is None or product.format not in ("", IN_WORDS) or shape.bias:
         return True
@@ -133,7 +133,7 @@ def search(
 
     Every result is held against the built-in tile's, twice: a tile that is wrong, or not always the same, is dropped.
     """
-    from moefuse.backends.triton.tuned import trying
+    from moefuse.backends.triton.runtime.tuned import trying
 
     def using(tile: Any, measure: Callable[[], Any]) -> Any:
         with trying(product, tile):
@@ -222,7 +222,7 @@ def tune(
 
     Returns what became of each product, and by its name the tile to keep, None for the built-in one.
     """
-    from moefuse.backends.triton.tuned import trying
+    from moefuse.backends.triton.runtime.tuned import trying
 
     if trial is None:
         layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))

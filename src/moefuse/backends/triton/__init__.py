@@ -21,17 +21,17 @@ _HOMES = {
     "gate": "gate",
     "plan": "plan",
     "grouped_linear": "grouped_linear",
-    "grouped_outer": "outer",
-    "glu": "activation",
+    "grouped_outer": "grouped_outer",
+    "glu": "glu",
     "combine": "combine",
     "experts": "experts",
     "experts_saving": "experts_backward",
     "experts_backward": "experts_backward",
-    "glu_backward": "activation",
+    "glu_backward": "glu",
     "combine_backward": "combine_backward",
     "tail_backward": "combine_backward",
-    "route_backward": "router_backward",
-    "gate_backward": "router_backward",
+    "route_backward": "gate_backward",
+    "gate_backward": "gate_backward",
 }
 
 
@@ -55,13 +55,13 @@ def describe() -> dict[str, Any]:
     """Facts for ``moefuse info``; of each fast path whether it is on, and if not, why."""
     if not torch.cuda.is_available():
         return {"device": "Triton's interpreter, on the processor"}
-    launch, grouped_linear, recording = (
-        importlib.import_module(f"{__name__}.{name}") for name in ("launch", "grouped_linear", "recording")
+    launch, grouped_linear, replay = (
+        importlib.import_module(f"{__name__}.{name}") for name in ("runtime.launch", "grouped_linear", "runtime.replay")
     )
     device = torch.device("cuda", torch.cuda.current_device())
     paths = {
         "Hopper's product": grouped_linear.why_not_hopper(device),
-        "replay": recording.why_not(device),
+        "replay": replay.why_not(device),
         "programmatic dependent launch": None if launch.PDL else "it needs compute capability 9.0",
     }
     return {
@@ -80,9 +80,9 @@ def __getattr__(name: str) -> Any:
     if name == "OPS":
         found: Any = _ops()
     elif name == "FORMATS":
-        found = frozenset(importlib.import_module(f"{__name__}.blocks").DECODED)
+        found = frozenset(importlib.import_module(f"{__name__}.formats.blocks").DECODED)
     elif name == "record":
-        found = importlib.import_module(f"{__name__}.recording").record
+        found = importlib.import_module(f"{__name__}.runtime.replay").record
     else:
         raise AttributeError(name)
     globals()[name] = found

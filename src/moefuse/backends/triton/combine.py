@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.combine import combine
-from moefuse.backends.triton.launch import block_of, ceil_div, launch
+from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
 
 #: tokens whose part of a norm weight's gradient one program sums
 _TOKENS = 64

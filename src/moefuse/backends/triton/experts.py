@@ -7,11 +7,11 @@ from torch import Tensor
 
 from moefuse.backends.gated import up_biases
 from moefuse.backends.triton.combine import weighted_sum
-from moefuse.backends.triton.few import experts_few
+from moefuse.backends.triton.experts_decode import experts_few
 from moefuse.backends.triton.grouped_linear import Rows, product, up_rows
 from moefuse.backends.triton.plan import TokenTiles, plan
-from moefuse.backends.triton.tiles import FEW_TOKENS
-from moefuse.backends.triton.tuned import Product, tile_for
+from moefuse.backends.triton.runtime.tiles import FEW_TOKENS
+from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 

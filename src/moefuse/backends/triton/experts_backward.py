@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import up_biases
-from moefuse.backends.triton.activation import activation_numbers, slopes
 from moefuse.backends.triton.combine import weighted_sum
+from moefuse.backends.triton.glu import activation_numbers, slopes
 from moefuse.backends.triton.grouped_linear import (
     Rows,
     described,
@@ -25,9 +25,9 @@ from moefuse.backends.triton.grouped_linear import (
     up_rows,
     z_columns,
 )
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.outer import outer
-from moefuse.backends.triton.tiles import Tile, mirror_tile, product_tile, slot_columns
+from moefuse.backends.triton.grouped_outer import outer
+from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import Tile, mirror_tile, product_tile, slot_columns
 from moefuse.types import Activation
 
 

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import (
+from moefuse.backends.triton.route import route_row, rule_numbers, rule_options
+from moefuse.backends.triton.runtime.launch import (
     PDL,
     block_of,
     ceil_div,
@@ -17,7 +18,6 @@ from moefuse.backends.triton.launch import (
     prefetch_rows,
     wait,
 )
-from moefuse.backends.triton.route import route_row, rule_numbers, rule_options
 from moefuse.types import Routing
 
 #: at or under this many tokens the router is a matrix-vector product spread over experts

@@ -13,9 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import gate_and_up
-from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
-from moefuse.backends.triton.launch import (
+from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
+from moefuse.backends.triton.glu import activate, activation_numbers
+from moefuse.backends.triton.plan import TokenTiles
+from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,
     PDL,
     begins_aligned,
@@ -27,14 +28,13 @@ from moefuse.backends.triton.launch import (
     unrecordable,
     wait,
 )
-from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 
 _hopper_error: str | None = None
 try:
-    from moefuse.backends.triton import hopper as hopper
+    from moefuse.backends.triton import grouped_linear_hopper as hopper
 except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
     hopper, _hopper_error = None, f"this Triton lacks what it is written with ({error})"  # type: ignore[assignment]
     if PDL:

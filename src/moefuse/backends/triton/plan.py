@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import turned_width
+from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import turned_width
 
 #: assignments a program places; also the grain of the counts
 _BLOCK_S = 128

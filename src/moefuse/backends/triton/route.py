@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.codes import Codes, sums_two
-from moefuse.backends.triton.launch import block_of, launch
 from moefuse.backends.triton.mathfn import (
     at_least,
     difference_parts,
@@ -19,6 +18,7 @@ from moefuse.backends.triton.mathfn import (
     tanh_and_slope,
     times_power,
 )
+from moefuse.backends.triton.runtime.launch import block_of, launch
 from moefuse.types import SCORES, Routing
 
 #: the scores that `selected_parts` has a branch for

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
+from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256

@@ -51,7 +51,7 @@ def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
 
 
 class Recorder(Protocol):
-    """Who takes launches down instead of making them, see `moefuse.backends.triton.recording`."""
+    """Who takes launches down instead of making them, see `moefuse.backends.triton.runtime.replay`."""
 
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
 

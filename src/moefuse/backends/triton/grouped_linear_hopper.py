@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import q4_k_scales, q4_k_words, quarters
-from moefuse.backends.triton.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
+from moefuse.backends.triton.formats.blocks import q4_k_scales, q4_k_words, quarters
+from moefuse.backends.triton.glu import activate, activation_numbers
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import TURNED_ROWS, TURNED_ROWS_IN_BLOCKS, TURNED_STAGES
+from moefuse.backends.triton.runtime.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
+from moefuse.backends.triton.runtime.tiles import TURNED_ROWS, TURNED_ROWS_IN_BLOCKS, TURNED_STAGES
 from moefuse.types import Activation
 
 # Triton 3.9 has these by other names than 3.6.

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.gated import up_biases
-from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
 from moefuse.backends.triton.combine import finish
+from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
+from moefuse.backends.triton.glu import activate, activation_numbers
 from moefuse.backends.triton.grouped_linear import Rows, alike, in_words, up_rows
-from moefuse.backends.triton.launch import (
+from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,
     PDL,
     block_of,
@@ -21,7 +21,7 @@ from moefuse.backends.triton.launch import (
     launch_dependents,
     wait,
 )
-from moefuse.backends.triton.tuned import Product, tile_for
+from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.launch import INTERPRETED, block_of, capability
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.grouped_linear import described
-from moefuse.backends.triton.launch import PDL, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import outer_tile
+from moefuse.backends.triton.runtime.launch import PDL, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import outer_tile
 
 
 @triton.jit(do_not_specialize=["grad_divisor", "x_divisor"])

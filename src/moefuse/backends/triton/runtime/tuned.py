@@ -22,8 +22,8 @@ import torch
 import triton
 
 from moefuse import config
-from moefuse.backends.triton.launch import INTERPRETED, block_of
-from moefuse.backends.triton.tiles import Tile, few_down_tile, few_up_tile, product_tile, shared_limit
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of
+from moefuse.backends.triton.runtime.tiles import Tile, few_down_tile, few_up_tile, product_tile, shared_limit
 
 _log = logging.getLogger("moefuse")
 _FORMAT = 1

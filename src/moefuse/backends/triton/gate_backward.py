@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moefuse.backends.triton.combine_backward import norm_row_backward, norm_weight_gradient
 from moefuse.backends.triton.gate import raw_logits
-from moefuse.backends.triton.launch import block_of, ceil_div, launch
 from moefuse.backends.triton.mathfn import at_least, exp_parts, log1p_ratio, tanh_and_slope, times_power
 from moefuse.backends.triton.route import rule_numbers, scores_of, selected_parts, shares_of
+from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
 from moefuse.types import Routing
 
 #: slots whose part of the per-expert scales one program sums

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.codes import Codes, interleaved
-from moefuse.backends.triton.launch import ceil_div, launch
 from moefuse.backends.triton.mathfn import (
     at_least,
     at_most,
@@ -17,6 +16,7 @@ from moefuse.backends.triton.mathfn import (
     sigmoid_parts,
     times_power,
 )
+from moefuse.backends.triton.runtime.launch import ceil_div, launch
 from moefuse.types import ACTIVATION_KINDS, Activation
 
 #: the kinds that `_value_and_slope` has a branch for
