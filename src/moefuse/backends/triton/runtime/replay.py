@@ -100,6 +100,7 @@ class _Taker:
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(isinstance(arg, TensorDescriptor) for arg in args):
             self.refuse("a descriptor")
+        assert not any(isinstance(part, Tensor) for arg in args if isinstance(arg, tuple) for part in arg)
         compiled = None
         if not INTERPRETED:
             compiled = compiled_for(kernel, self.device, args, options)
