@@ -7,7 +7,7 @@ SOURCES := $(shell find csrc src -type f \( -name '*.cpp' -o -name '*.h' \)) CMa
 
 PACKAGE := $(SOURCES) $(shell find src -name '*.py' -o -name '*.metal' -o -name '*.gguf')
 
-.PHONY: demo bench test test-slow test-oldest test-newest test-install check sanitize wheels clean
+.PHONY: demo bench test test-slow test-oldest test-newest test-install check docs sanitize wheels clean
 
 $(VENV)/.ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check src tests examples .ci
 	$(BIN)/ruff format --check src tests examples .ci
 	$(BIN)/mypy
+
+# The documents as a site, in build/site; a warning is an error. The variable silences the theme's notice of its successor.
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The C++ tests of the CPU core under AddressSanitizer and UndefinedBehaviorSanitizer; -O2 takes the compiler three times as long.
 sanitize: $(VENV)/.ready

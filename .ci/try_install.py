@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CALL = """
 import pathlib, sys, torch, moefuse
-from moefuse.ops.select import resolve
+from moefuse.ops._core.select import resolve
 assert pathlib.Path(moefuse.__file__).is_relative_to(sys.prefix), moefuse.__file__
 x, router = torch.randn(5, 64), torch.randn(8, 64) / 8
 stacks = torch.randn(8, 96, 64) / 8, torch.randn(8, 64, 48) / 7

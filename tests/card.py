@@ -61,6 +61,7 @@ def table(arguments: dict[str, str]) -> Iterator[Check]:
     import torch
 
     from moefuse.testing import cases
+    from moefuse.testing.strange import strange_cases
 
     dtype = getattr(torch, arguments["dtype"])
     part, parts = map(int, arguments["slice"].split("/"))
@@ -69,7 +70,7 @@ def table(arguments: dict[str, str]) -> Iterator[Check]:
         chosen = [case for case in chosen if case.id in arguments["only"].split(",")]
     forms: list[tuple[Any, Any]] = [(case, None) for case in chosen]
     if arguments.get("strange"):
-        forms = list(cases.strange_cases(chosen))
+        forms = list(strange_cases(chosen))
     for case, form in forms[part::parts]:
         name = case.id if form is None else f"{case.id}, {form}"
         yield name, lambda case=case, form=form: told(cases.run(case, dtype, "triton", device(), SEED, strange=form))

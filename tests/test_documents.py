@@ -1,12 +1,18 @@
-"""Documents do what they say: every block of Python in them runs, every command in them exists."""
+"""Documents do what they say: every block of Python in them runs; every command and every file they name exists."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from api_page import page
+from test_architecture import MAY_IMPORT
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.main import get_command
 
@@ -21,6 +27,8 @@ DOCUMENTS = (
     *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
 )
 COMMANDS = get_command(app).commands
+FOLDERS = (".ci", "csrc", "docs", "examples", "src", "tests")
+FILES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
 
 
 def blocks(document: str) -> list[tuple[str, str]]:
@@ -46,7 +54,60 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_is_of_a_language_that_is_tried(document: str) -> None:
-    assert {name for name, _ in blocks(document)} <= {"python", "bash"}
+    # Pictures (mermaid) are drawn by the site; signatures (py) stand on the page that is printed.
+    drawn = {"docs/architecture.md": {"mermaid"}, "docs/api.md": {"py"}}
+    assert {name for name, _ in blocks(document)} <= {"python", "bash"} | drawn.get(document, set())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_are_short(document: str) -> None:
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    wide = document not in ("docs/performance.md", "docs/perf-log.md")  # elsewhere the row of a table may be long
+    assert not [line for line in lines if len(line) >= 120 and not (wide and line.startswith("|"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_are_named_exist(document: str) -> None:
+    """By the end of their path; `<op>` stands for any name. What commands write need not be there."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for name in re.findall(r"`((?!card/|build/|box/)[\w./<>-]+(?:/|\.(?:py|md|h|cpp|metal)))`", text):
+        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(name.rstrip("/")))
+        assert any(re.search(rf"(^|/){pattern}($|/)", path) for path in FILES), f"{document} names {name}"
+
+
+def test_the_api_page_is_what_is_printed() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert text == page(), "print it anew: PYTHONPATH=src python tests/api_page.py > docs/api.md"
+
+
+def test_the_contents_list_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for path in ROOT.glob("docs/*.md"):
+        assert path.name == "index.md" or f"({path.name})" in text, path.name
+
+
+def test_the_picture_of_imports_is_the_rule() -> None:
+    """Every arrow is allowed, and along the arrows one reaches all that is allowed."""
+    picture = next(text for name, text in blocks("docs/architecture.md") if name == "mermaid")
+    labels = dict(re.findall(r'(\w+)\["(\w+)', picture))
+    arrows: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+    for start, end in re.findall(r'(\w+)(?:\["[^"]*"\])? --> (\w+)', picture):
+        arrows[labels[start]].add(labels[end])
+
+    def reached(room: str) -> set[str]:
+        return arrows[room].union(*map(reached, arrows[room]))
+
+    for room, allowed in MAY_IMPORT.items():
+        assert arrows[room] <= allowed <= reached(room), room
+
+
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocs and mkdocstrings are not installed")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "moefuse.nn.MoE" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

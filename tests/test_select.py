@@ -8,7 +8,7 @@ import torch
 
 import moefuse
 from moefuse import backends
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 LOGITS = torch.randn(2, 8)
 ROUTING = moefuse.Routing(top_k=2)
@@ -24,7 +24,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_explicit_reference() -> None:
-    chosen = select.select("route", LOGITS, "reference")
+    chosen = select.choose("route", LOGITS, "reference")
     assert chosen.backend == "reference"
     assert [d.backend for d in chosen.decisions if not d.accepted] == [row.name for row in backends.BACKENDS]
 
@@ -41,18 +41,18 @@ def test_explicit_choice_that_cannot_run_raises_with_the_reason() -> None:
 
 def test_environment_beats_the_default_and_argument_beats_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
-    assert select.select("route", LOGITS, None).backend == "reference"
+    assert select.choose("route", LOGITS, None).backend == "reference"
     monkeypatch.setenv("MOEFUSE_BACKEND", "metal")
     select.forget()
     with pytest.raises(ValueError, match="MOEFUSE_BACKEND"):
         moefuse.route(LOGITS, ROUTING)
-    assert select.select("route", LOGITS, "reference").backend == "reference"
+    assert select.choose("route", LOGITS, "reference").backend == "reference"
 
 
 def test_float64_moves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "moefuse"):
         for _ in range(3):
-            assert select.select("route", LOGITS.double(), None).backend == "reference"
+            assert select.choose("route", LOGITS.double(), None).backend == "reference"
     assert len(caplog.records) == 1
 
 

@@ -1,20 +1,22 @@
-// The ops of the CPU backend, on raw memory: what the Python module and the C++ tests call.
+// The ops of the CPU backend, on raw memory: what the Python module binds and the C++ tests call.
 //
-// Shapes are named as in the rest of the project: T tokens, E experts, H hidden, I intermediate, S = T * top_k.
-// Every tensor is contiguous unless a stride is given. Arguments are trusted: the Python ops check them.
+// Structs have the names and the fields of the values in moefuse.types. Shapes are named as in the rest of the project:
+// T tokens, E experts, H hidden, I intermediate, S = T * top_k. Every tensor is contiguous unless a stride is given.
+// Arguments are trusted: the Python ops check them.
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <vector>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
+#include "runtime/isa.h"
 
 namespace moefuse {
 
+// A tensor as a matrix: its last dimension, and all those before it. Absent without data.
 struct Tensor {
-  const void* data = nullptr;  // null: absent
+  const void* data = nullptr;
   Dtype dtype = Dtype::f32;
+  int64_t rows = 0, columns = 0;
 
   explicit operator bool() const { return data != nullptr; }
 };
@@ -22,6 +24,7 @@ struct Tensor {
 struct Output {
   void* data = nullptr;
   Dtype dtype = Dtype::f32;
+  int64_t rows = 0, columns = 0;
 
   explicit operator bool() const { return data != nullptr; }
 };
@@ -30,29 +33,52 @@ struct Output {
 struct Weight {
   const void* data = nullptr;
   WeightType type = WeightType::f32;
+  int64_t E = 0, N = 0, K = 0;
   int64_t stride_e = 0;
-  int64_t stride_n = 0;
-  bool exact = false;  // blocks: activations stay in f32
+  int64_t stride_n = 0;     // of K instead where it is transposed
+  bool exact = false;       // blocks: activations stay in f32
+  bool transposed = false;  // N is contiguous, not K
 
   Dtype dtype() const { return static_cast<Dtype>(type); }  // of numbers, not of blocks
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Expert ids, int32 or int64. An id outside [0, E) is no expert.
+// Expert ids [T, top_k], int32 or int64. An id outside [0, E) is no expert.
 struct Ids {
   const void* data = nullptr;
   bool wide = false;
+  int64_t rows = 0, columns = 0;
 
   int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
 
-// Where each expert's rows are: positions offsets[e] to offsets[e + 1], assignment order[p] at position p.
-struct Buckets {
-  const int32_t* offsets = nullptr;  // [E + 1]
-  const int32_t* order = nullptr;    // [S]
+// Any number of int32: a table to read or to fill.
+struct Indices {
+  int32_t* data = nullptr;
+  int64_t size = 0;
+
+  int32_t& operator[](int64_t i) const { return data[i]; }
+  explicit operator bool() const { return data != nullptr; }
 };
+
+// Where each expert's rows are: positions offsets[e] to offsets[e + 1], assignment order[p] at position p.
+struct Plan {
+  Indices offsets;  // [E + 1]
+  Indices order;    // [S]
+  Indices inverse;  // [S]: the position of assignment s
+
+  int64_t E() const { return offsets.size - 1; }
+  int64_t S() const { return order.size; }
+  int64_t live() const { return offsets[E()]; }  // assignments that have an expert; they stand first
+  explicit operator bool() const { return static_cast<bool>(offsets); }
+};
+
+enum class GroupScore : int { max, top2_sum };
+enum class Layout : int { halves, interleaved };
+constexpr const char* kGroupScoreNames[] = {"max", "top2_sum"};
+constexpr const char* kLayoutNames[] = {"halves", "interleaved"};
 
 struct Routing {
   int64_t top_k;
@@ -61,13 +87,27 @@ struct Routing {
   float scale;
   int64_t groups;
   int64_t top_groups;
-  bool top2_sum;
+  GroupScore group_score;
   float softcap;  // 0: none
-  float norm_floor;
+  float floor;
   bool renormalize_after_scale;
 };
 
-// What combine adds to the weighted sum, and where it writes.
+struct Router {
+  Weight weight;  // [E, H], as one expert's [1, E, H]
+  Tensor norm_weight, bias, logit_bias, per_expert_scale;
+  float eps;
+};
+
+struct Stacks {
+  Weight gate_up;       // [E, 2 I, H] in the layout, or the gate [E, I, H] when `up` is there or nothing is gated
+  Weight up;            // [E, I, H] or absent
+  Weight down;          // [E, H, I]
+  Tensor gate_up_bias;  // [E, 2 I] in the layout, or [E, I]
+  Tensor down_bias;     // [E, H]
+  Layout layout;
+};
+
 struct Tail {
   Tensor shared;        // [T, H]
   Tensor shared_gate;   // [T]
@@ -75,62 +115,76 @@ struct Tail {
   Tensor residual;      // [T, H]
   Tensor norm_weight;   // [H]
   float eps;
-  Output out;     // [T, H]
-  Output normed;  // [T, H], written when norm_weight is there
 };
 
-void route(Tensor logits, Tensor bias, Tensor per_expert_scale, int64_t T, int64_t E, const Routing& routing,
-           float* weights, int32_t* ids, int threads);
+struct Outputs {
+  Output out;     // [T, H]
+  Output normed;  // [T, H], written when the tail has a norm weight
+};
+
+void route(Tensor logits, Tensor bias, Tensor per_expert_scale, const Routing& routing, Output weights, Indices ids,
+           int threads);
+
+// d_scale [E] is absent without per_expert_scale.
+void route_backward(Tensor grad, Tensor logits, Indices ids, Tensor per_expert_scale, const Routing& routing,
+                    Output d_logits, Output d_scale, int threads);
 
 // `normed` may be absent.
-void gate(Tensor x, Weight weight, Tensor norm_weight, Tensor bias, Tensor logit_bias, Tensor per_expert_scale,
-          float eps, int64_t T, int64_t H, int64_t E, const Routing& routing, float* weights, int32_t* ids,
-          Output normed, int threads);
+void gate(Tensor x, const Router& router, const Routing& routing, Output weights, Indices ids, Output normed,
+          int threads);
 
-void plan(Ids ids, int64_t S, int64_t E, int32_t* counts, int32_t* offsets, int32_t* order, int32_t* inverse);
-
-// Throws std::invalid_argument where a plan would lead outside S rows: it was changed after it was checked.
-void check_buckets(Buckets buckets, int64_t S, int64_t E);
-
-// x is [x_rows, K]; y is [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
-void grouped_linear(Tensor x, int64_t x_rows, Weight weight, Tensor bias, Buckets buckets, int64_t S, int64_t E,
-                    int64_t N, int64_t K, bool gather, bool scatter, Output y, int threads);
-
-// out is [E, N, K]: the sum over each expert's rows of grad (outer) x.
-void grouped_outer(Tensor grad, Tensor x, int64_t x_rows, Buckets buckets, int64_t S, int64_t E, int64_t N, int64_t K,
-                   bool gather, bool scatter, Output out, int threads);
-
-// gate is [rows, 2 I] in the layout and up absent, or both are [rows, I]; with gated false, gate is [rows, I].
-void glu(Tensor gate, Tensor up, int64_t rows, int64_t I, const Activation& act, bool gated, bool interleaved,
-         Output out, int threads);
-
-// y is [S, H]: slot order, or expert-major when `inverse` is there.
-void combine(Tensor y, Tensor weights, const int32_t* inverse, int64_t T, int64_t top_k, int64_t H, const Tail& tail,
-             int threads);
-
-struct ExpertsArgs {
-  Tensor x;  // [T, H]
-  Ids ids;   // [T, top_k]
-  Tensor weights;
-  Weight gate_up;       // [E, 2 I, H] in the layout, or the gate [E, I, H] when `up` is there or nothing is gated
-  Weight up;            // [E, I, H] or absent
-  Weight down;          // [E, H, I]
-  Tensor gate_up_bias;  // [E, 2 I] in the layout, or [E, I]
-  Tensor down_bias;     // [E, H]
-  Buckets buckets;      // computed here when absent
-  int64_t T, top_k, E, H, I;
-  Activation act;
-  bool gated;
-  bool interleaved;
-  Tail tail;
-  Output z;  // [S, 2 I] or [S, I], or absent: expert-major pre-activations in the layout, rows without an expert zero
+// What is absent is not wanted, here and in the other gradients.
+struct GateGradients {
+  Output x, weight, norm_weight, logit_bias, per_expert_scale;
 };
 
-void experts(const ExpertsArgs& args, int threads);
+void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& router, Indices ids,
+                   const Routing& routing, const GateGradients& gradients, int threads);
 
-// The instruction set in use. `set_isa` throws std::invalid_argument for one that this machine lacks.
-const Kernels& kernels();
-std::vector<std::string> isas();
-void set_isa(const std::string& name);
+void plan(Ids ids, Indices counts, Indices offsets, Indices order, Indices inverse);
+
+// Throws std::invalid_argument where a plan would lead outside its rows: it was changed after it was checked.
+void check_plan(const Plan& plan);
+
+// x [T, K] or [S, K] -> y [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
+void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
+                    int threads);
+
+// out is [E, N, K]: the sum over each expert's rows of grad (outer) x.
+void grouped_outer(Tensor grad, Tensor x, const Plan& plan, bool gather, bool scatter, Output out, int threads);
+
+// gate_up is [rows, 2 I] in the layout and up absent, or both are [rows, I]; ungated, gate_up is [rows, I].
+void glu(Tensor gate_up, Tensor up, const Activation& activation, Layout layout, Output out, int threads);
+
+void glu_backward(Tensor grad, Tensor gate_up, Tensor up, const Activation& activation, Layout layout,
+                  Output d_gate_up, Output d_up, int threads);
+
+// y is [S, H]: slot order, or expert-major when `inverse` is there.
+void combine(Tensor y, Tensor weights, Indices inverse, const Tail& tail, const Outputs& outputs, int threads);
+
+// d_y [S, H] = weight * d [T, H]; d_weights [T, top_k] = <y, d>.
+void combine_backward(Tensor d, Tensor y, Tensor weights, Indices inverse, Output d_y, Output d_weights, int threads);
+
+struct TailGradients {
+  Output sum;  // [T, H], with d_normed only
+  Output shared, shared_gate, shared_logit, norm_weight;
+};
+
+// d_normed is absent without a norm, and with it `total` [T, H], which is what was normed.
+void tail_backward(Tensor d_out, Tensor d_normed, Tensor total, const Tail& tail, const TailGradients& gradients,
+                   int threads);
+
+// Without a plan one is made. z [S, 2 I] or [S, I], where it is wanted, gets the expert-major pre-activations in the
+// layout, zeros for rows without an expert.
+void experts(Tensor x, Ids ids, Tensor weights, const Stacks& stacks, const Plan& plan, const Activation& activation,
+             const Tail& tail, const Outputs& outputs, Output z, int threads);
+
+struct ExpertsGradients {
+  Output x, weights, gate_up, up, down, gate_up_bias, down_bias;
+};
+
+// d [T, H] is the gradient of the weighted sum, z what `experts` wrote.
+void experts_backward(Tensor d, Tensor x, Tensor z, Tensor weights, const Stacks& stacks, const Plan& plan,
+                      const Activation& activation, const ExpertsGradients& gradients, int threads);
 
 }  // namespace moefuse

@@ -3,11 +3,12 @@
 Importing this package loads torch and nothing else that is heavy: no compiler, no triton, no transformers.
 """
 
-from moefuse.ops.activation import glu
 from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
-from moefuse.ops.grouped_linear import grouped_linear, grouped_outer
+from moefuse.ops.glu import glu
+from moefuse.ops.grouped_linear import grouped_linear
+from moefuse.ops.grouped_outer import grouped_outer
 from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import route

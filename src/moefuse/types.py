@@ -167,11 +167,16 @@ class Activation:
     @staticmethod
     def of(activation: str | Activation) -> Activation:
         """An activation from its name, or itself."""
-        return activation if isinstance(activation, Activation) else Activation(activation)
+        if isinstance(activation, Activation):
+            return activation
+        return _BY_NAME.get(activation) or Activation(activation)
 
     def width(self, intermediate: int) -> int:
         """Rows of the up product that feed ``intermediate`` activations."""
         return 2 * intermediate if self.gated else intermediate
+
+
+_BY_NAME = {kind: Activation(kind) for kind in ACTIVATION_KINDS}
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,10 @@ class Plan:
             raise ValueError(f"Plan: order must hold 0 to {S - 1} once each and inverse undo it, got others")
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"counts": self.counts, "offsets": self.offsets, "order": self.order, "inverse": self.inverse}
+
+    @property
     def num_experts(self) -> int:
         return self.counts.shape[0]
 
@@ -268,6 +277,15 @@ class Stacks(NamedTuple):
     def specs(self) -> tuple[str | None, str | None, str | None]:
         """The `QuantTensor.spec` of each stack, None for numbers."""
         return spec_of_weight(self.gate_up), spec_of_weight(self.up), spec_of_weight(self.down)
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gate and up, up where it comes apart, and down, where none is in blocks."""
+        gate_up, up, down = self.gate_up, self.up, self.down
+        assert isinstance(gate_up, Tensor)
+        assert up is None or isinstance(up, Tensor)
+        assert isinstance(down, Tensor)
+        return gate_up, up, down
 
 
 class Tail(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefuse.backends.metal import launch
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 TARGET = ("metal", "mps" if torch.backends.mps.is_available() else "cpu")
 
@@ -24,9 +24,11 @@ def simulated() -> Iterator[None]:
     before = launch.compile_shader, launch.EMULATED
     msl.install()
     select.forget()
-    yield
-    launch.compile_shader, launch.EMULATED = before
-    select.forget()
+    try:
+        yield
+    finally:
+        launch.compile_shader, launch.EMULATED = before
+        select.forget()
 
 
 def counted(call: Callable[[], Any]) -> list[str]:

@@ -10,9 +10,10 @@ from metal_target import simulated
 
 from moefuse import Activation, Routing, backends, types
 from moefuse.backends.codes import Codes
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant import formats
 from moefuse.testing import cases
+from moefuse.types import Outputs, Stacks, Tail
 
 RUNNABLE = sorted({name for name, _ in cases.runnable(emulated=True)} | {"metal"})
 
@@ -47,11 +48,13 @@ def test_an_eighth_activation_of_experts(T: int, ops: dict[str, Any], monkeypatc
     x = torch.ones(T, 8, device=device_of(ops))
     ids = torch.zeros(T, 1, dtype=torch.int32, device=x.device)
     gate_up, down = torch.ones(2, 8, 8, device=x.device), torch.ones(2, 8, 4, device=x.device)
+    weights, stacks, outputs = (
+        torch.ones(T, 1, device=x.device),
+        Stacks(gate_up, None, down),
+        Outputs(torch.empty_like(x)),
+    )
     with pytest.raises(NotImplementedError, match="no kernels for the activation 'toy'"):
-        ops["experts"](
-            x, ids, torch.ones(T, 1, device=x.device), gate_up, None, down, *(None for _ in range(10)), 1e-6,
-            Activation("toy"), "halves", torch.empty_like(x), None,
-        )  # fmt: skip
+        ops["experts"](x, ids, weights, stacks, None, Activation("toy"), Tail(), outputs, None)
 
 
 def test_a_fourth_score(ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,24 +104,22 @@ def test_a_name_that_is_in_no_list_fails_when_the_backend_loads() -> None:
         Codes("metal", "activation", ("silu", "toy"), types.ACTIVATION_KINDS)
 
 
-def test_triton_fails_to_compile_what_it_does_not_know() -> None:
+def test_triton_fails_to_compile_a_score_it_does_not_know() -> None:
     """Even a call that went past the check: the last branch asserts its name."""
     if ("triton", "cpu") not in cases.runnable(emulated=True):
         pytest.skip("needs Triton's interpreter")
-    from moefuse.backends.triton import glu
+    from moefuse.backends.triton import route
 
-    x = torch.ones(4)
+    logits, weights, ids = torch.ones(1, 4), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int32)
+    rule, numbers = route.Rule.of(Routing(top_k=2), 4)._replace(score="toy"), (1.0, 1.0, 0.0)
     with pytest.raises(Exception, match="do not know"):
-        glu.launch(glu._glu_kernel, (1,), x, x, x, 1, 4, 4, 1, 1.0, 1.0, KIND="toy", GATED=False, BLOCK=16)
+        route.launch(route._route_kernel, (1,), logits, None, None, weights, ids, (4, 1), 4, numbers, RULE=rule)
 
 
 @pytest.mark.skipif("cpu" not in RUNNABLE, reason="the native library was not built")
-def test_the_native_library_refuses_numbers_it_has_no_name_for() -> None:
+def test_the_native_library_refuses_a_type_it_has_no_kernels_for() -> None:
     from moefuse.backends.cpu import _native
 
-    x = torch.ones(4)
-    for kind in (7, -1):
-        with pytest.raises(ValueError, match="no kernels for activation number"):
-            _native.core.glu((x.data_ptr(), 0), (0, 0), 1, 4, (kind, 1.0, 1.0), False, False, (x.data_ptr(), 0), 1)
-    with pytest.raises(ValueError, match="no kernels for dtype number 3"):
-        _native.core.glu((x.data_ptr(), 3), (0, 0), 1, 4, (0, 1.0, 1.0), False, False, (x.data_ptr(), 0), 1)
+    x = torch.ones(4, dtype=torch.int8)
+    with pytest.raises(Exception, match="int8"):
+        _native.core.glu(x, None, Activation("relu", gated=False), "halves", x.clone(), 1)

@@ -13,7 +13,7 @@ import moefuse
 from moefuse import config
 from moefuse.backends import cpu
 from moefuse.cli.info import facts
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
 

@@ -1,4 +1,4 @@
-"""The Metal kernels: the case table, the seeds' defects and the number of launches, on a Mac or on the simulator.
+"""The Metal kernels, on a Mac or on the simulator: the case table, edges of size and value, the number of launches.
 
 The simulator runs the very shaders that ship and faults on what a GPU keeps silent about: races, reads out of bounds or
 of memory nobody wrote, and threads that miss a barrier.
@@ -14,11 +14,12 @@ from metal_target import TARGET, counted, simulated
 
 import moefuse
 from moefuse import Activation, Routing
-from moefuse.backends.metal import launch, tiles
-from moefuse.testing import cases
+from moefuse.backends.metal import launch, shaders, tiles
+from moefuse.testing import cases, inputs
 from moefuse.testing.compare import Tolerance, difference
 from moefuse.testing.msl import Fault, shuffled
 from moefuse.testing.poison import poisoned
+from moefuse.testing.strange import strange_cases
 
 BACKEND, DEVICE = TARGET
 F32 = Tolerance(1e-6, 1e-6, "f32 inside")
@@ -58,23 +59,34 @@ def of(op: str) -> list:
 
 
 @pytest.mark.parametrize(("case", "dtype"), of("experts"))
-@pytest.mark.parametrize("few", [0, 10**6], ids=["tiles", "vectors"])
-def test_both_ways_to_run_experts(case, dtype, few, rng, monkeypatch) -> None:
+@pytest.mark.parametrize("decode", [0, 10**6], ids=["tiles", "vectors"])
+def test_both_ways_to_run_experts(case, dtype, decode, rng, monkeypatch) -> None:
     """Every case as products in tiles and as matrix-vector products, whatever the number of tokens."""
-    monkeypatch.setattr(tiles, "FEW_TOKENS", few)
+    monkeypatch.setattr(tiles, "DECODE_TOKENS", decode)
     passes(case, dtype, rng)
 
 
 @pytest.mark.parametrize(("case", "dtype"), of("gate"))
-@pytest.mark.parametrize(("few", "whole"), [(10**6, 10**9), (10**6, 0), (0, 0)], ids=["whole", "vectors", "tiles"])
-def test_every_way_to_run_the_gate(case, dtype, few, whole, rng, monkeypatch) -> None:
-    monkeypatch.setattr(tiles, "GATE_FEW_TOKENS", few)
+@pytest.mark.parametrize(("decode", "whole"), [(10**6, 10**9), (10**6, 0), (0, 0)], ids=["whole", "vectors", "tiles"])
+def test_every_way_to_run_the_gate(case, dtype, decode, whole, rng, monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "GATE_DECODE_TOKENS", decode)
     monkeypatch.setattr(tiles, "WHOLE_ROUTER", whole)
     passes(case, dtype, rng)
 
 
 def normal(rng: torch.Generator, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(shape, generator=rng) * scale).to(dtype).to(DEVICE)
+
+
+def moved(made: dict) -> dict:
+    """Arguments of an op on the device."""
+    return {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in made.items()}
+
+
+def layer(T: int, E: int, H: int, I: int, routing: Routing) -> dict:
+    """Arguments of `moe`."""
+    made = inputs.Inputs(torch.Generator().manual_seed(1), torch.float32)
+    return moved(inputs.moe(T, E, H, I, routing)(made))
 
 
 def close(got: torch.Tensor, want: torch.Tensor, bound: Tolerance = F32) -> None:
@@ -96,7 +108,7 @@ def routed(logits: torch.Tensor, routing: Routing, **more: torch.Tensor) -> tupl
 @pytest.mark.parametrize("E", [1, 8, 60, 100, 128, 256, 1000])
 @pytest.mark.parametrize("top_k", [1, 2, 6, 8, 10, 22])
 def test_any_number_of_experts_and_slots(E, top_k, rng) -> None:
-    """Defects 1, 4, 5 and 13: E exactly 128, wrong reductions for other E, top_k at most 8."""
+    """Whatever E is to 32 lanes and to powers of two, and top_k to 8."""
     if top_k > E:
         pytest.skip("no more slots than experts")
     routed(normal(rng, 2, E, scale=2.0), Routing(top_k))
@@ -113,7 +125,7 @@ def test_any_number_of_experts_and_slots(E, top_k, rng) -> None:
 @pytest.mark.parametrize("E", [1, 8, 60, 100, 128, 129, 256, 1000, 1024])
 @pytest.mark.parametrize("T", [20, 200], ids=["few", "many"])
 def test_any_number_of_experts_in_plan_and_product(E, T, rng) -> None:
-    """Plans of one block and of several, and the tile schedule found from them; whole numbers, so all is exact."""
+    """Plans of one chunk and of several, and the tile schedule found from them; whole numbers, so all is exact."""
     ids = torch.randint(-1, E + 1, (T, 3), generator=rng)
     with poisoned():
         plan = moefuse.plan(ids.to(DEVICE), E, backend=BACKEND)
@@ -126,7 +138,7 @@ def test_any_number_of_experts_in_plan_and_product(E, T, rng) -> None:
     assert torch.equal(y.cpu(), moefuse.grouped_linear(x, weight, want, gather=True, scatter=True, backend="reference"))
 
 
-def test_defect_2_scale_and_renormalising_are_told_apart(rng) -> None:
+def test_scale_and_renormalising_are_told_apart(rng) -> None:
     """A uniform scale cancels where the weights are renormalised after it, and only there."""
     logits, scale = normal(rng, 3, 24), torch.full((24,), 3.0, device=DEVICE)
     once, _ = routed(logits, Routing(4), per_expert_scale=scale)
@@ -144,15 +156,15 @@ def test_defect_2_scale_and_renormalising_are_told_apart(rng) -> None:
     ],
     ids=["gate", "groups"],
 )
-def test_defect_3_a_missing_barrier_is_a_fault(barrier, case, monkeypatch) -> None:
-    """The race of the seeds' routing, planted here: routing never runs before its logits are there."""
+def test_a_missing_barrier_is_a_fault(barrier, case, monkeypatch) -> None:
+    """Routing must not run before its logits are there; without the barrier the simulator sees the race."""
     break_shaders(monkeypatch, barrier, barrier[barrier.index(";") + 1 :])
     with pytest.raises(Fault):
         cases.run(next(one for one in cases.CASES if one.id == case), torch.float32, BACKEND, DEVICE, seed=3)
 
 
 @pytest.mark.parametrize("E", [33, 60, 100])
-def test_defect_5_every_expert_has_a_part_in_the_reductions(E) -> None:
+def test_every_expert_has_a_part_in_the_reductions(E) -> None:
     """Each expert in turn towers over the others: a maximum that missed it would overflow."""
     logits = torch.full((E, E), -200.0, device=DEVICE).fill_diagonal_(200.0)
     weights, ids = routed(logits, Routing(1, renormalize=False))
@@ -161,7 +173,7 @@ def test_defect_5_every_expert_has_a_part_in_the_reductions(E) -> None:
 
 
 @pytest.mark.parametrize("E", [8, 60, 1000])
-def test_defect_6_rows_without_an_answer_fail_closed(E, rng) -> None:
+def test_rows_without_an_answer_have_no_expert(E, rng) -> None:
     logits = normal(rng, 6, E)
     logits[1] = -torch.inf
     logits[2, E - 1] = torch.nan
@@ -177,7 +189,7 @@ def test_defect_6_rows_without_an_answer_fail_closed(E, rng) -> None:
     assert (routed(logits, Routing(2, score="sigmoid"), bias=spoiled)[1] == E).all()
 
 
-def block(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tensor, **more) -> tuple:
+def run_experts(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tensor, **more) -> tuple:
     """`experts` on random weights, and the same in float64."""
     dtype = more.pop("dtype", torch.float32)
     x = normal(rng, T, H, scale=more.pop("size", 1.0), dtype=dtype)
@@ -195,18 +207,18 @@ def block(rng: torch.Generator, T: int, E: int, H: int, I: int, ids: torch.Tenso
 
 @pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_defects_7_and_8_duplicates_and_bad_ids(T, kind, rng) -> None:
+def test_duplicates_and_bad_ids(T, kind, rng) -> None:
     """Eight equal ids, ids far outside: each row has its own result and nobody's memory is touched."""
     ids = torch.randint(0, 6, (T, 8), generator=rng).to(kind)
     ids[0] = 3
     ids[1] = -1
     ids[2] = torch.tensor([0, 6, -7, 2**31 - 1, 5, -(2**31), 1, 0])
-    got, want = block(rng, T, 6, 24, 16, ids)
+    got, want = run_experts(rng, T, 6, 24, 16, ids)
     assert (got[1] == 0).all()
     close(got, want, Tolerance(2e-6, 2e-6, "two products and a sum"))
 
 
-def test_defect_9_more_rows_than_an_int16_counts(rng) -> None:
+def test_more_rows_than_an_int16_counts(rng) -> None:
     """The last rows of 33,000 come from and go to the right place."""
     S = 33000
     ids = torch.randint(0, 3, (S, 1), generator=rng).to(torch.int32).to(DEVICE)
@@ -229,7 +241,7 @@ def apart(rng: torch.Generator, stride: int, *shape: int) -> torch.Tensor:
 @pytest.mark.skipif(DEVICE == "mps", reason="reads far outside of its buffers")
 @pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
 @pytest.mark.parametrize("stride", [820, 428], ids=["up", "down"])
-def test_defect_10_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
+def test_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
     """A stride with 2**32 added leads astray; in 32 bits it would be the old one, and the result right."""
     x, gate_up, down = normal(rng, T, 24), apart(rng, 820, 5, 32, 24), apart(rng, 428, 5, 24, 16)
     ids, weights = torch.randint(1, 5, (T, 2), generator=rng), torch.rand((T, 2), generator=rng)
@@ -256,7 +268,7 @@ def test_defect_10_offsets_are_64_bit(T, stride, rng, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "mps", reason="the simulator would copy four gigabytes")
-def test_defect_10_stacks_over_four_gigabytes(rng) -> None:
+def test_stacks_over_four_gigabytes(rng) -> None:
     """Experts 2**30 elements apart; what lies between them is never touched."""
     far = 2**30 + 64
     storage = torch.zeros(2 * far + 64, dtype=torch.float16, device=DEVICE)
@@ -270,7 +282,7 @@ def test_defect_10_stacks_over_four_gigabytes(rng) -> None:
     close(y, want, Tolerance(1e-3, 1e-3, "rounded to float16 once"))
 
 
-def test_defect_11_a_plan_takes_memory_for_assignments_and_experts_alone(rng) -> None:
+def test_a_plan_takes_memory_for_assignments_and_experts_alone(rng) -> None:
     """Not one row of all assignments for each expert."""
     E, T, top_k = 1000, 50, 8
     plan = moefuse.plan(torch.randint(0, E, (T, top_k), generator=rng).to(DEVICE), E, backend=BACKEND)
@@ -279,7 +291,7 @@ def test_defect_11_a_plan_takes_memory_for_assignments_and_experts_alone(rng) ->
 
 
 @pytest.mark.parametrize("E", [40, 100, 1000])
-def test_defect_12_ties_go_to_the_lowest_id(E) -> None:
+def test_ties_go_to_the_lowest_id(E) -> None:
     logits = torch.zeros(2, E, device=DEVICE)
     logits[1, [E - 1, 33, 7]] = 1.0
     logits[0, 5] = -0.0
@@ -288,8 +300,8 @@ def test_defect_12_ties_go_to_the_lowest_id(E) -> None:
     assert ids[1].tolist() == [7, 33, E - 1, 0, 1, 2, 3, 4, 5, 6]
 
 
-def test_defect_15_sizes_are_checked_before_a_kernel_runs(rng) -> None:
-    """The seeds left a residual's length and a stack's true size unchecked, and read past the last row of a tail."""
+def test_sizes_are_checked_before_a_kernel_runs(rng) -> None:
+    """A short residual and a stack of too few experts are refused; no kernel reads past their last row."""
     made = cases.Inputs(rng, torch.float32)
     x, ids, weights = made.normal(3, 40).to(DEVICE), made.ids(3, 2, 5).to(DEVICE), made.shares(3, 2).to(DEVICE)
     stacks = made.weight(5, 2 * 37, 40).to(DEVICE), made.weight(5, 40, 37).to(DEVICE)
@@ -304,16 +316,16 @@ def test_defect_15_sizes_are_checked_before_a_kernel_runs(rng) -> None:
 
 
 @pytest.mark.parametrize("T", [4, 24], ids=["vectors", "tiles"])
-def test_defect_14_large_bfloat16_values_stay_finite(T, rng) -> None:
+def test_large_bfloat16_values_stay_finite(T, rng) -> None:
     """Nothing passes through float16 on the way, and nothing is rounded but the result, in decode or in prefill."""
     ids = torch.randint(0, 4, (T, 2), generator=rng)
-    got, want = block(rng, T, 4, 32, 16, ids, dtype=torch.bfloat16, size=3e5, activation="relu")
+    got, want = run_experts(rng, T, 4, 32, 16, ids, dtype=torch.bfloat16, size=3e5, activation="relu")
     assert want.abs().max() > 65504
     close(got, want, Tolerance(2**-8 + 1e-5, 2**-8, "the result is rounded to bfloat16 once"))
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "swiglu_oai", "swiglu_clamp"])
-def test_defect_16_far_negative_gates_give_zero(kind) -> None:
+def test_far_negative_gates_give_zero(kind) -> None:
     far = torch.tensor([-torch.inf, -1e30, -300.0, -90.0], device=DEVICE)
     for activation in (Activation(kind), Activation(kind, gated=False)):
         up = (torch.ones_like(far),) if activation.gated else ()
@@ -323,21 +335,21 @@ def test_defect_16_far_negative_gates_give_zero(kind) -> None:
     assert moefuse.glu(large, torch.zeros_like(large), kind, backend=BACKEND).isfinite().all()
 
 
-def test_defect_19_gate_is_the_first_half() -> None:
+def test_gate_proj_is_the_first_half() -> None:
     gate_up = torch.tensor([[1.0, 2.0, 10.0, 20.0]], device=DEVICE)
     assert moefuse.glu(gate_up, "relu", backend=BACKEND).tolist() == [[10.0, 40.0]]
     assert moefuse.glu(gate_up, "relu", layout="interleaved", backend=BACKEND).tolist() == [[2.0, 200.0]]
 
 
 @pytest.mark.parametrize("case", ["moe/qwen3", "moe/decode", "plan/many", "grouped_outer/up"])
-def test_defect_20_the_same_bits_run_after_run(case) -> None:
+def test_the_same_bits_run_after_run(case) -> None:
     """Whatever the order in which threadgroups, simdgroups and lanes happen to run."""
     found = next(one for one in cases.CASES if one.id == case)
-    inputs = {k: cases.map_tensors(v, lambda t: t.to(DEVICE)) for k, v in found.inputs(5, torch.float32).items()}
+    here = moved(found.inputs(5, torch.float32))
     with shuffled(1):
-        first = cases._call(found.op, inputs, BACKEND)
+        first = cases._call(found.op, here, BACKEND)
     with shuffled(2):
-        second = cases._call(found.op, inputs, BACKEND)
+        second = cases._call(found.op, here, BACKEND)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -354,30 +366,34 @@ DECODE = next(case for case in cases.CASES if case.id == "moe/decode")
 
 
 @pytest.mark.parametrize("T", [1, 8])
-def test_a_decode_block_takes_four_launches(T) -> None:
+def test_a_decode_layer_takes_four_launches(T) -> None:
     """Gate with norm and routing, up with activation, down with combine and residual, and the next layer's norm."""
-    inputs = cases._moe(T, 32, 96, 32, Routing(top_k=8))(cases.Inputs(torch.Generator().manual_seed(1), torch.float32))
-    here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
-    assert counted(lambda: moefuse.moe(**here, backend=BACKEND)) == ["gate_whole", "few_up", "few_down", "norm_rows"]
+    here = layer(T, 32, 96, 32, Routing(top_k=8))
+    found = counted(lambda: moefuse.moe(**here, backend=BACKEND))
+    assert found == ["gate_whole", "decode_up", "decode_down", "norm_rows"]
     here["next_norm_weight"] = None
     assert len(counted(lambda: moefuse.moe(**here, backend=BACKEND))) == 3
 
 
 def test_a_large_router_takes_one_launch_more(monkeypatch) -> None:
     monkeypatch.setattr(tiles, "WHOLE_ROUTER", 0)
-    here = {n: cases.map_tensors(v, lambda t: t.to(DEVICE)) for n, v in DECODE.inputs(1, torch.float32).items()}
+    here = moved(DECODE.inputs(1, torch.float32))
     found = counted(lambda: moefuse.moe(**here, backend=BACKEND))
-    assert found == ["gate_logits", "gate_route", "few_up", "few_down", "norm_rows"]
+    assert found == ["gate_logits", "gate_route", "decode_up", "decode_down", "norm_rows"]
 
 
 def test_prefill_launches_do_not_grow_with_tokens() -> None:
     for T in (40, 80):
-        inputs = cases._moe(T, 8, 32, 16, Routing(top_k=2))(
-            cases.Inputs(torch.Generator().manual_seed(1), torch.float32)
-        )
-        here = {name: cases.map_tensors(value, lambda t: t.to(DEVICE)) for name, value in inputs.items()}
+        here = layer(T, 8, 32, 16, Routing(top_k=2))
         found = counted(lambda here=here: moefuse.moe(**here, backend=BACKEND))
-        assert found == ["gate_logits_tiled", "gate_route", "plan_few", "grouped_product", "grouped_product", "combine"]
+        assert found == [
+            "gate_logits_tiled",
+            "gate_route",
+            "plan_small",
+            "grouped_product",
+            "grouped_product",
+            "combine",
+        ]
 
 
 #: kernel -> a change that breaks it, and a case that must see it
@@ -385,24 +401,24 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     "route": ("simd_min(best == winner ? at : 0xffffffffu)", "simd_max(best == winner ? at : 0u)", "route/edges"),
     "keep_groups": ("before < int(rule.top_groups)", "before <= int(rule.top_groups)", "route/groups_max"),
     "gate_whole": ("inverse_rms * simd_sum(router", "simd_sum(router", "gate/norm"),
-    "gate_logits_tiled": ("a[thread_index / 4 * BLOCK_K + k] *=", "a[thread_index / 4 * BLOCK_K + k] +=", "gate/many"),
-    "plan_few": ("for (uint i = 0; i < thread_index; ++i)", "for (uint i = 1; i < thread_index; ++i)", "plan/messy"),
+    "gate_logits_tiled": ("a[thread_index / 4 * TILE_K + k] *=", "a[thread_index / 4 * TILE_K + k] +=", "gate/many"),
+    "plan_small": ("for (uint i = 0; i < thread_index; ++i)", "for (uint i = 1; i < thread_index; ++i)", "plan/messy"),
     "plan_scan": ("row[i] = carry + before", "row[i] = before", "plan/many"),
     "grouped_product": ("found[1] + int(thread_index)", "found[1] + 1 + int(thread_index)", "grouped_linear/up"),
     "grouped_outer": ("sizes.gather != 0 ? s / sizes.divisor", "sizes.gather != 0 ? s / 1", "grouped_outer/up"),
-    "glu": ("at_most(u, limit), -limit) + 1.0f", "at_most(u, limit), -limit)", "glu/swiglu_oai"),
-    "glu_backward": ("by_gate *= activation_factor", "by_gate += activation_factor", "glu/silu"),
+    "glu": ("clamped_up(in) + 1.0f", "clamped_up(in)", "glu/swiglu_oai"),
+    "glu_backward": ("d * found.by_gate_proj", "d + found.by_gate_proj", "glu/silu"),
     "combine": ("sizes.has_inverse != 0 ? long(inverse[s]) : s", "s", "combine/expert_major"),
     "combine_backward": ("unit * along_norm", "along_norm", "combine/everything"),
-    "few_up": ("v = lane == 0 ? v : next_v", "v = next_v", "experts/few"),
-    "few_down": ("sum = lane == 0 ? sum : next_sum", "sum = next_sum", "experts/decode"),
+    "decode_up": ("v = lane == 0 ? v : next_v", "v = next_v", "experts/few"),
+    "decode_down": ("sum = lane == 0 ? sum : next_sum", "sum = next_sum", "experts/decode"),
     "norm_rows": ("mine[h] * inverse_rms * float(norm[h])", "mine[h] * inverse_rms", "experts/decode"),
 }
 
 
 def break_shaders(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Compile every shader with a change in it from now on."""
-    assert any(old in path.read_text() for path in launch._HOME.glob("*.metal")), f"no shader has {old!r} any more"
+    assert any(old in path.read_text() for path in shaders.HOME.glob("*.metal")), f"no shader has {old!r} any more"
     whole: Callable = launch.compile_shader
     monkeypatch.setattr(launch, "compile_shader", lambda text: whole(text.replace(old, new)))
 
@@ -432,15 +448,15 @@ def test_every_broken_kernel_is_seen(kernel, monkeypatch) -> None:
 
 def test_shaders_are_ascii_and_complete() -> None:
     """torch hands the text over as ASCII; a file that is not installed would be missed on a Mac only."""
-    for path in launch._HOME.glob("*.metal"):
+    for path in shaders.HOME.glob("*.metal"):
         path.read_bytes().decode("ascii")
-    names = {path.stem for path in launch._HOME.glob("*.metal")}
-    assert {"common", "route", "gate", "plan", "combine", "few", "tiles", "grouped_linear"} <= names
+    names = {path.stem for path in shaders.HOME.glob("*.metal")}
+    assert {"common", "route", "gate", "plan", "combine", "experts_decode", "tiles", "grouped_linear"} <= names
 
 
 def test_structures_hold_numbers_of_one_kind() -> None:
     """A list of Python ints arrives as 64-bit integers, one of floats as float32; the simulator compares lengths."""
-    text = "".join(path.read_text() for path in launch._HOME.glob("*.metal"))
+    text = "".join(path.read_text() for path in shaders.HOME.glob("*.metal"))
     structures = [part.split("}")[0] for part in text.split("struct ")[1:]]
     given = [part for part in structures if f"constant {part.split()[0]}&" in text]
     assert given
@@ -449,8 +465,8 @@ def test_structures_hold_numbers_of_one_kind() -> None:
         assert kinds <= {"long"} or kinds <= {"float"} or "simdgroup_float8x8" in kinds, structure
 
 
-def test_rows_longer_than_a_stretch(rng) -> None:
-    """K past the 128 that are summed in one go: the tile's scratch is then used again and again."""
+def test_rows_longer_than_a_chunk(rng) -> None:
+    """K past the 128 of a chunk: the tile's scratch is then used again and again."""
     made = cases.Inputs(rng, torch.float32)
     plan = moefuse.plan(made.ids(40, 2, 3).to(DEVICE), 3, backend=BACKEND)
     x, weight = made.normal(40, 1100), made.weight(3, 70, 1100)
@@ -462,11 +478,11 @@ def test_rows_longer_than_a_stretch(rng) -> None:
 
 
 def test_bad_indices_are_harmless(monkeypatch) -> None:
-    monkeypatch.setattr(tiles, "FEW_TOKENS", 0)
+    monkeypatch.setattr(tiles, "DECODE_TOKENS", 0)
     check_bad_indices(BACKEND, DEVICE, monkeypatch)
 
 
-STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(EACH_CASE, one=True)]
+STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in strange_cases(EACH_CASE, one=True)]
 
 
 @pytest.mark.parametrize(("case", "strange"), STRANGE)

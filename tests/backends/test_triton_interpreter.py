@@ -7,6 +7,8 @@ from bad_indices import check_bad_indices
 import moefuse
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
+from moefuse.testing.inputs import tensors_in
+from moefuse.testing.strange import strange_cases
 
 EMULATED = [t for t in cases.runnable(emulated=True) if t[0] == "triton" and t not in cases.runnable()]
 #: thousands of interpreted programs each
@@ -96,8 +98,8 @@ def test_few_tokens_are_rounded_to_8_bits_for_q4_k_unless_it_is_exact(target: tu
 def strange() -> list:
     """Small cases first: the interpreter takes a program at a time."""
     small = [case for case in cases.CASES if case.id not in LONG and not case.specs]
-    small.sort(key=lambda case: sum(t.numel() for t in cases.tensors_in(tuple(case.inputs(0, torch.float32).values()))))
-    return [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in cases.strange_cases(small, one=True)]
+    small.sort(key=lambda case: sum(t.numel() for t in tensors_in(tuple(case.inputs(0, torch.float32).values()))))
+    return [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in strange_cases(small, one=True)]
 
 
 @pytest.mark.parametrize(("case", "strange"), strange())

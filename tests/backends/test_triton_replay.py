@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moefuse
 from moefuse import Routing
-from moefuse.ops import replay, select
+from moefuse.ops._core import replay, select
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
 from moefuse.testing.poison import poisoned

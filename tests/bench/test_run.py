@@ -16,7 +16,7 @@ from moefuse.bench.floor import Floor, Probe, Rates
 from moefuse.bench.result import Result, Row
 from moefuse.bench.run import Options, bench_shape, compare
 from moefuse.bench.shapes import Shape
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 CPU = torch.device("cpu")
 SHAPE = Shape("custom", 8, 48, 32, 2)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import moefuse
 from moefuse.cli import app
-from moefuse.ops import select
+from moefuse.ops._core import select
 
 COMMANDS = (["info"], ["check"], ["run"], ["bench"], ["gguf", "none.gguf"], ["tune"])
 

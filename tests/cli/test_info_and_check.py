@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moefuse import backends
 from moefuse.backends.metal import launch
 from moefuse.cli import app
-from moefuse.ops import library, select
+from moefuse.ops._core import library, select
 from moefuse.testing import cases
 from moefuse.testing.msl import build
 

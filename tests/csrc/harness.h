@@ -104,8 +104,8 @@ class Buffer {
   void* data() const { return memory_.get() + kGuard; }
   int64_t count() const { return n_; }
   Dtype dtype() const { return dtype_; }
-  Tensor tensor() const { return {data(), dtype_}; }
-  Output output() const { return {data(), dtype_}; }
+  Tensor tensor(int64_t columns = 1) const { return {data(), dtype_, n_ / columns, columns}; }
+  Output output(int64_t columns = 1) const { return {data(), dtype_, n_ / columns, columns}; }
   double operator[](int64_t i) const { return widen(dtype_, static_cast<char*>(data()) + i * width_); }
   void set(int64_t i, double value) { put(dtype_, static_cast<char*>(data()) + i * width_, value); }
   bool same_bits(const Buffer& other) const {
@@ -131,11 +131,17 @@ class Buffer {
   std::unique_ptr<unsigned char[]> memory_;
 };
 
-// Strides in elements.
-inline Weight plain_weight(const Buffer& b, int64_t stride_e, int64_t stride_n) {
+// [E, N, K], with strides in elements, or dense.
+inline Weight plain_weight(const Buffer& b, int64_t E, int64_t N, int64_t K, int64_t stride_e, int64_t stride_n) {
   int64_t width = bytes_of(b.dtype());
-  return {b.data(), static_cast<WeightType>(b.dtype()), stride_e * width, stride_n * width};
+  return {b.data(), static_cast<WeightType>(b.dtype()), E, N, K, stride_e * width, stride_n * width};
 }
+
+inline Weight plain_weight(const Buffer& b, int64_t E, int64_t N, int64_t K) {
+  return plain_weight(b, E, N, K, N * K, K);
+}
+
+inline Indices indices(std::vector<int32_t>& v) { return {v.data(), static_cast<int64_t>(v.size())}; }
 
 inline std::mt19937 rng(7);
 

@@ -169,9 +169,8 @@ void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int
   for (int64_t r = 0; r < rows; ++r) order.push_back(static_cast<int32_t>(r));
 
   Buffer y(Dtype::f32, rows * N);
-  Weight weight{blocks.data(), kind.type, N * row_bytes, row_bytes, exact};
-  grouped_linear(x->tensor(), rows, weight, {}, {offsets.data(), order.data()}, rows, E, N, K, false, false,
-                 y.output(), 2);
+  Weight weight{blocks.data(), kind.type, E, N, K, N * row_bytes, row_bytes, exact};
+  grouped_linear(x->tensor(K), weight, {}, {indices(offsets), indices(order), {}}, false, false, y.output(N), 2);
   for (int64_t e = 0; e < E; ++e) {
     for (int64_t r = offsets[static_cast<size_t>(e)]; r < offsets[static_cast<size_t>(e + 1)]; ++r) {
       std::vector<double> in;
@@ -207,8 +206,8 @@ void test_not_finite(const Kind& kind, bool exact) {
   x->set(K + 7, NAN), x->set(2 * K + 50, kInf);
   std::vector<int32_t> offsets = {0, 3}, order = {0, 1, 2};
   Buffer y(Dtype::f32, 3 * N);
-  grouped_linear(x->tensor(), 3, {blocks.data(), kind.type, 0, row_bytes, exact}, {}, {offsets.data(), order.data()}, 3,
-                 1, N, K, false, false, y.output(), 1);
+  Weight weight{blocks.data(), kind.type, 1, N, K, 0, row_bytes, exact};
+  grouped_linear(x->tensor(K), weight, {}, {indices(offsets), indices(order), {}}, false, false, y.output(N), 1);
   for (int64_t n = 0; n < N; ++n) {
     check(std::isfinite(y[n]) == (n != 3 || kind.scales.empty()), "an infinite scale shows in its row and nowhere else");
     check(std::isnan(y[N + n]), "NaN comes through");

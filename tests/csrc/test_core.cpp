@@ -12,17 +12,16 @@
 #include <thread>
 
 #include "harness.h"
-#include "pool.h"
-#include "training.h"
+#include "runtime/pool.h"
 
 using namespace moefuse;
 using namespace moefuse::test;
 
 namespace {
 
-double activation(const Activation& a, double g, double u, bool gated) {
+double activated(const Activation& a, double g, double u) {
   auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
-  double up = gated ? u : 1;
+  double up = a.gated ? u : 1;
   switch (a.kind) {
     case Act::silu: return g * sigmoid(g) * up;
     case Act::gelu_tanh: return 0.5 * g * (1 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) * up;
@@ -34,8 +33,8 @@ double activation(const Activation& a, double g, double u, bool gated) {
   }
   g = std::min<double>(g, a.limit);
   u = std::clamp<double>(u, -a.limit, a.limit);
-  if (a.kind == Act::swiglu_clamp) return g * sigmoid(g) * (gated ? u : 1);
-  return g * sigmoid(a.alpha * g) * (gated ? u + 1 : 1);
+  if (a.kind == Act::swiglu_clamp) return g * sigmoid(g) * (a.gated ? u : 1);
+  return g * sigmoid(a.alpha * g) * (a.gated ? u + 1 : 1);
 }
 
 void finish(std::vector<double>& out, std::vector<double>& normed, int64_t t, int64_t H, const Buffer* norm_weight,
@@ -74,21 +73,21 @@ struct Planned {
 
   Planned(const std::vector<int32_t>& ids, int64_t E)
       : counts(static_cast<size_t>(E)), offsets(static_cast<size_t>(E + 1)), order(ids.size()), inverse(ids.size()) {
-    plan({ids.data(), false}, static_cast<int64_t>(ids.size()), E, counts.data(), offsets.data(), order.data(),
-         inverse.data());
+    moefuse::plan({ids.data(), false}, indices(counts), indices(offsets), indices(order), indices(inverse));
   }
-  Buckets buckets() const { return {offsets.data(), order.data()}; }
+  Plan plan() { return {indices(offsets), indices(order), indices(inverse)}; }
 };
 
 struct ExpertsCase {
   Dtype dtype;
   int64_t T, E, top_k, H, I;
-  Activation act;
-  bool gated, interleaved, apart, biased, tailed, planned;
+  Activation activation;
+  bool interleaved, apart, biased, tailed, planned;
 };
 
 void test_experts(const ExpertsCase& c) {
-  int64_t rows = c.gated ? 2 * c.I : c.I;
+  bool gated = c.activation.gated;
+  int64_t rows = gated ? 2 * c.I : c.I;
   double scale_h = 1 / std::sqrt(c.H + 1.0), scale_i = 1 / std::sqrt(c.I + 1.0);
   auto x = random_buffer(c.dtype, c.T * c.H);
   auto gate_up = random_buffer(c.dtype, c.E * (c.apart ? c.I : rows) * c.H, scale_h);
@@ -102,25 +101,23 @@ void test_experts(const ExpertsCase& c) {
   std::vector<int64_t> wide(ids.begin(), ids.end());
   Planned p(ids, c.E);
 
-  ExpertsArgs a{};
-  a.x = x->tensor();
-  a.ids = c.planned ? Ids{ids.data(), false} : Ids{wide.data(), true};
-  a.weights = weights->tensor();
-  a.gate_up = plain_weight(*gate_up, (c.apart ? c.I : rows) * c.H, c.H);
-  if (c.apart) a.up = plain_weight(*up, c.I * c.H, c.H);
-  a.down = plain_weight(*down, c.H * c.I, c.I);
-  if (c.biased) a.gate_up_bias = up_bias->tensor(), a.down_bias = down_bias->tensor();
-  if (c.planned) a.buckets = p.buckets();
-  a.T = c.T, a.top_k = c.top_k, a.E = c.E, a.H = c.H, a.I = c.I;
-  a.act = c.act, a.gated = c.gated, a.interleaved = c.interleaved;
-  a.tail.eps = 1e-6f;
+  Ids picked{ids.data(), false, c.T, c.top_k};
+  if (!c.planned) picked = {wide.data(), true, c.T, c.top_k};
+  Stacks stacks{};
+  stacks.gate_up = plain_weight(*gate_up, c.E, c.apart ? c.I : rows, c.H);
+  if (c.apart) stacks.up = plain_weight(*up, c.E, c.I, c.H);
+  stacks.down = plain_weight(*down, c.E, c.H, c.I);
+  if (c.biased) stacks.gate_up_bias = up_bias->tensor(), stacks.down_bias = down_bias->tensor();
+  stacks.layout = c.interleaved ? Layout::interleaved : Layout::halves;
+  Tail tail{};
+  tail.eps = 1e-6f;
   if (c.tailed) {
-    a.tail.shared = shared->tensor(), a.tail.shared_logit = logit->tensor();
-    a.tail.residual = residual->tensor(), a.tail.norm_weight = norm_weight->tensor();
+    tail.shared = shared->tensor(c.H), tail.shared_logit = logit->tensor();
+    tail.residual = residual->tensor(c.H), tail.norm_weight = norm_weight->tensor();
   }
 
   std::vector<double> want(static_cast<size_t>(c.T * c.H)), want_normed(want);
-  auto gate_row = [&](int64_t i) { return c.gated && c.interleaved ? 2 * i : i; };
+  auto gate_row = [&](int64_t i) { return gated && c.interleaved ? 2 * i : i; };
   auto up_row = [&](int64_t i) { return c.interleaved ? 2 * i + 1 : c.I + i; };
   for (int64_t t = 0; t < c.T; ++t) {
     for (int64_t j = 0; j < c.top_k; ++j) {
@@ -129,14 +126,14 @@ void test_experts(const ExpertsCase& c) {
       std::vector<double> hidden(static_cast<size_t>(c.I));
       for (int64_t i = 0; i < c.I; ++i) {
         double g = c.biased ? (*up_bias)[e * rows + gate_row(i)] : 0;
-        double u = c.biased && c.gated ? (*up_bias)[e * rows + up_row(i)] : 0;
+        double u = c.biased && gated ? (*up_bias)[e * rows + up_row(i)] : 0;
         for (int64_t h = 0; h < c.H; ++h) {
           double in = (*x)[t * c.H + h];
           g += in * (*gate_up)[(e * (c.apart ? c.I : rows) + gate_row(i)) * c.H + h];
           if (c.apart) u += in * (*up)[(e * c.I + i) * c.H + h];
-          if (!c.apart && c.gated) u += in * (*gate_up)[(e * rows + up_row(i)) * c.H + h];
+          if (!c.apart && gated) u += in * (*gate_up)[(e * rows + up_row(i)) * c.H + h];
         }
-        hidden[static_cast<size_t>(i)] = activation(c.act, g, u, c.gated);
+        hidden[static_cast<size_t>(i)] = activated(c.activation, g, u);
       }
       for (int64_t h = 0; h < c.H; ++h) {
         double y = c.biased ? (*down_bias)[e * c.H + h] : 0;
@@ -153,8 +150,8 @@ void test_experts(const ExpertsCase& c) {
 
   auto normed = std::make_unique<Buffer>(c.dtype, c.T * c.H);
   auto out = same_bits(c.dtype, c.T * c.H, [&](Buffer& to, int threads) {
-    a.tail.out = to.output(), a.tail.normed = normed->output();
-    experts(a, threads);
+    experts(x->tensor(c.H), picked, weights->tensor(c.top_k), stacks, c.planned ? p.plan() : Plan{}, c.activation, tail,
+            {to.output(c.H), normed->output(c.H)}, {}, threads);
   });
   close(*out, want, "experts");
   if (c.tailed) close(*normed, want_normed, "experts normed");
@@ -171,9 +168,9 @@ void test_all_experts() {
   for (Dtype d : kDtypes) {
     for (const auto& s : shapes) {
       for (int repeat = 0; repeat < 3; ++repeat, ++variant) {
-        ExpertsCase c{d, s[0], s[1], s[2], s[3], s[4], {kinds[variant % 7], 1.702f, 7.0f}, variant % 4 != 3,
+        ExpertsCase c{d, s[0], s[1], s[2], s[3], s[4], {kinds[variant % 7], variant % 4 != 3, 1.702f, 7.0f},
                       variant % 3 == 1, false, variant % 2 == 0, variant % 5 < 3, variant % 2 == 1};
-        c.apart = c.gated && !c.interleaved && variant % 5 == 0;
+        c.apart = c.activation.gated && !c.interleaved && variant % 5 == 0;
         context = kernels().name + std::string(" experts ") + std::to_string(variant);
         test_experts(c);
       }
@@ -203,12 +200,12 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
     }
   }
   auto got = same_bits(d, S * N, [&](Buffer& to, int threads) {
-    grouped_linear(x->tensor(), x_rows, plain_weight(*weight, stride_e, stride_n), bias->tensor(), p.buckets(), S, E,
-                   N, K, gather, scatter, to.output(), threads);
+    grouped_linear(x->tensor(K), plain_weight(*weight, E, N, K, stride_e, stride_n), bias->tensor(), p.plan(), gather,
+                   scatter, to.output(N), threads);
   });
   close(*got, y, "grouped_linear");
   auto got_outer = same_bits(d, E * N * K, [&](Buffer& to, int threads) {
-    grouped_outer(grad->tensor(), x->tensor(), x_rows, p.buckets(), S, E, N, K, gather, scatter, to.output(), threads);
+    grouped_outer(grad->tensor(N), x->tensor(K), p.plan(), gather, scatter, to.output(K), threads);
   });
   close(*got_outer, outer, "grouped_outer");
 }
@@ -221,7 +218,8 @@ void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, 
   Planned p(ids, E);
   auto grad = random_buffer(d, T * H), x = random_buffer(d, T * H), z = random_buffer(d, S * 2 * I);
   auto weights = random_buffer(Dtype::f32, S), bias = random_buffer(d, E * H);
-  auto gate_up = random_buffer(d, E * 2 * I * H, 1 / std::sqrt(H)), down = random_buffer(d, E * H * I, 1 / std::sqrt(I));
+  auto gate_up = random_buffer(d, E * 2 * I * H, 1 / std::sqrt(H));
+  auto down = random_buffer(d, E * H * I, 1 / std::sqrt(I));
 
   const int64_t sizes[7] = {T * H, S, E * 2 * I * H, 0, E * H * I, E * 2 * I, E * H};
   std::vector<double> want[7];
@@ -261,11 +259,10 @@ void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, 
     std::unique_ptr<Buffer> got[7];
     for (int i = 0; i < 7; ++i) got[i] = std::make_unique<Buffer>(i == 1 ? Dtype::f32 : d, sizes[i]);
     auto out = [&](int i) { return i == 3 ? Output{} : got[i]->output(); };
-    experts_backward({grad->tensor(), x->tensor(), z->tensor(), weights->tensor(),
-                      plain_weight(*gate_up, 2 * I * H, H), {}, plain_weight(*down, H * I, I), bias->tensor(),
-                      p.buckets(), p.inverse.data(), T, top_k, E, H, I, {Act::silu, 1, 1}, true, interleaved, out(0),
-                      out(1), out(2), out(3), out(4), out(5), out(6)},
-                     threads);
+    Stacks stacks{plain_weight(*gate_up, E, 2 * I, H), {}, plain_weight(*down, E, H, I), {}, bias->tensor(),
+                  interleaved ? Layout::interleaved : Layout::halves};
+    experts_backward(grad->tensor(H), x->tensor(H), z->tensor(2 * I), weights->tensor(top_k), stacks, p.plan(),
+                     {Act::silu, true, 1, 1}, {out(0), out(1), out(2), out(3), out(4), out(5), out(6)}, threads);
     for (int i = 0; i < 7; ++i) {
       if (threads == 1) {
         close(*got[i], want[i], "experts_backward");
@@ -288,7 +285,7 @@ void test_plan() {
 }
 
 Routing simple_routing(int64_t top_k, Score score) {
-  return {top_k, score, true, 1, 1, 1, false, 0, 1e-20f, false};
+  return {top_k, score, true, 1, 1, 1, GroupScore::max, 0, 1e-20f, false};
 }
 
 void route_to(const std::vector<double>& logits, int64_t E, const Routing& r, std::vector<int32_t> want_ids,
@@ -297,8 +294,7 @@ void route_to(const std::vector<double>& logits, int64_t E, const Routing& r, st
   Buffer in(Dtype::f32, T * E), weights(Dtype::f32, T * r.top_k);
   for (size_t i = 0; i < logits.size(); ++i) in.set(static_cast<int64_t>(i), logits[i]);
   std::vector<int32_t> ids(want_ids.size(), -7);
-  route(in.tensor(), bias == nullptr ? Tensor{} : bias->tensor(), {}, T, E, r, static_cast<float*>(weights.data()),
-        ids.data(), 2);
+  route(in.tensor(E), bias == nullptr ? Tensor{} : bias->tensor(), {}, r, weights.output(r.top_k), indices(ids), 2);
   check(ids == want_ids, "route ids");
   close(weights, want_weights, "route weights");
 }
@@ -318,9 +314,9 @@ void test_route() {
   }
   // Groups {0, 1}, {2, 3}, {4, 5}: the best by the sum of two is the last, by the maximum the first.
   Routing grouped = simple_routing(2, Score::sigmoid);
-  grouped.groups = 3, grouped.top_groups = 1, grouped.top2_sum = true;
+  grouped.groups = 3, grouped.top_groups = 1, grouped.group_score = GroupScore::top2_sum;
   route_to({3, -9, 0, 0, 2, 2}, 6, grouped, {4, 5}, {0.5, 0.5});
-  grouped.top2_sum = false;
+  grouped.group_score = GroupScore::max;
   double first = 1 / (1 + std::exp(-3.0)), second = 1 / (1 + std::exp(9.0));
   route_to({3, -9, 0, 0, 2, 2}, 6, grouped, {0, 1}, {first / (first + second), second / (first + second)});
 }
@@ -348,8 +344,8 @@ void test_gate(Dtype d, int64_t T, int64_t H, int64_t E) {
   Buffer got_normed(d, T * H);
   auto weights = same_bits(Dtype::f32, T, [&](Buffer& to, int threads) {
     std::vector<int32_t> ids(static_cast<size_t>(T));
-    gate(x->tensor(), plain_weight(*weight, 0, H), norm_weight->tensor(), {}, {}, {}, 1e-5f, T, H, E, r,
-         static_cast<float*>(to.data()), ids.data(), got_normed.output(), threads);
+    Router router{plain_weight(*weight, 1, E, H), norm_weight->tensor(), {}, {}, {}, 1e-5f};
+    gate(x->tensor(H), router, r, to.output(), indices(ids), got_normed.output(H), threads);
   });
   close(got_normed, normed, "normed");
   for (int64_t t = 0; t < T; ++t) {
@@ -367,18 +363,18 @@ void test_glu() {
         int64_t rows = 3, I = 700;
         bool together = form < 2, gated = form < 3;
         auto gate = random_buffer(d, rows * (together ? 2 * I : I), 1.5), up = random_buffer(d, rows * I);
-        Activation act{kind, 1.702f, 1.5f};
+        Activation act{kind, gated, 1.702f, 1.5f};
         std::vector<double> want;
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t i = 0; i < I; ++i) {
             int64_t g = form == 0 ? r * 2 * I + i : form == 1 ? r * 2 * I + 2 * i : r * I + i;
             double u = form == 0 ? (*gate)[g + I] : form == 1 ? (*gate)[g + 1] : (*up)[r * I + i];
-            want.push_back(activation(act, (*gate)[g], u, gated));
+            want.push_back(activated(act, (*gate)[g], u));
           }
         }
         auto got = same_bits(d, rows * I, [&](Buffer& to, int threads) {
-          glu(gate->tensor(), form == 2 ? up->tensor() : Tensor{}, rows, I, act, gated, form == 1, to.output(),
-              threads);
+          glu(gate->tensor(together ? 2 * I : I), form == 2 ? up->tensor(I) : Tensor{}, act,
+              form == 1 ? Layout::interleaved : Layout::halves, to.output(I), threads);
         });
         close(*got, want, "glu");
       }
@@ -386,7 +382,7 @@ void test_glu() {
     Buffer in(Dtype::f32, 4), out(Dtype::f32, 4);
     const double extremes[] = {-kInf, -3e38, -95, NAN};
     for (int64_t i = 0; i < 4; ++i) in.set(i, extremes[i]);
-    glu(in.tensor(), {}, 1, 4, {kind, 1.702f, 7.0f}, false, false, out.output(), 1);
+    glu(in.tensor(4), {}, {kind, false, 1.702f, 7.0f}, Layout::halves, out.output(4), 1);
     check(std::fabs(out[0]) == 0 && std::fabs(out[1]) == 0 && std::fabs(out[2]) < 1e-30, "large negative input");
     check(std::isnan(out[3]), "NaN comes through");
   }
@@ -412,8 +408,8 @@ void test_combine_in_place() {
     }
     auto got = same_bits(d, T * H, [&](Buffer& to, int threads) {
       std::memcpy(to.data(), residual->data(), static_cast<size_t>(T * H * bytes_of(d)));
-      Tail tail{shared->tensor(), gate->tensor(), {}, to.tensor(), {}, 1e-6f, to.output(), {}};
-      combine(y->tensor(), weights->tensor(), p.inverse.data(), T, top_k, H, tail, threads);
+      Tail tail{shared->tensor(H), gate->tensor(), {}, to.tensor(H), {}, 1e-6f};
+      combine(y->tensor(H), weights->tensor(top_k), indices(p.inverse), tail, {to.output(H), {}}, threads);
     });
     close(*got, want, "combine in place");
   }
@@ -422,7 +418,7 @@ void test_combine_in_place() {
 // One product large enough for several threads, compared with its own bits.
 class Repeated {
  public:
-  Repeated() : ids_(random_ids(64, 2, 4)), plan_(ids_, 4) {
+  Repeated() : ids_(random_ids(64, 2, 4)), planned_(ids_, 4), plan_(planned_.plan()) {
     x_ = random_buffer(Dtype::bf16, 64 * 256);
     weight_ = random_buffer(Dtype::bf16, 4 * 96 * 256);
     expected_ = std::make_unique<Buffer>(Dtype::bf16, 128 * 96);
@@ -437,12 +433,12 @@ class Repeated {
 
  private:
   void run(Buffer& y, int threads) const {
-    grouped_linear(x_->tensor(), 64, plain_weight(*weight_, 96 * 256, 256), {}, plan_.buckets(), 128, 4, 96, 256, true,
-                   true, y.output(), threads);
+    grouped_linear(x_->tensor(256), plain_weight(*weight_, 4, 96, 256), {}, plan_, true, true, y.output(96), threads);
   }
 
   std::vector<int32_t> ids_;
-  Planned plan_;
+  Planned planned_;
+  Plan plan_;
   std::unique_ptr<Buffer> x_, weight_, expected_;
 };
 

@@ -9,7 +9,7 @@ import torch
 
 import moefuse
 from moefuse import Activation, Plan, Routing, backends
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.testing import cases
 from moefuse.types import ACTIVATION_KINDS, GROUP_SCORES, LAYOUTS, SCORES
 

@@ -7,7 +7,7 @@ import torch
 
 import moefuse
 from moefuse import backends
-from moefuse.ops import library
+from moefuse.ops._core import library
 from moefuse.testing import cases
 
 

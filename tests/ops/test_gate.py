@@ -105,7 +105,7 @@ def test_narrow_inputs_pick_what_float64_picks(target, rng, dtype, H):
 
 
 def test_mixed_types(target, rng):
-    """bf16 hidden state, float32 router, as the moe_gate seed has them; f16 norm."""
+    """A bf16 hidden state, a float32 router, an f16 norm."""
     norm_weight = oracle.uniform(rng, 48).half()
     weight = oracle.weight(rng, 16, 48)
     make = lambda: oracle.normal(rng, 5, 48).bfloat16()  # noqa: E731

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import moefuse
-from moefuse.ops import memory, replay, select
-from moefuse.ops.memory import settle
+from moefuse.ops._core import memory, replay, select
+from moefuse.ops._core.memory import settle
 from moefuse.testing import cases
-from moefuse.testing.strange import FORMS
+from moefuse.testing.strange import FORMS, strange_cases, strange_forms
 
 from . import fuzz
 
-STRANGE = [pytest.param(case, strange, id=f"{case.id}-{strange}") for case, strange in cases.strange_cases(cases.CASES)]
+STRANGE = [pytest.param(case, strange, id=f"{case.id}-{strange}") for case, strange in strange_cases(cases.CASES)]
 
 
 @pytest.mark.parametrize(("case", "strange"), STRANGE)
@@ -23,7 +23,7 @@ def test_strange_memory(case, strange, target, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in cases.CASES if not case.specs], ids=lambda case: case.id)
 def test_strange_memory_at_length(case, target, rng):
-    for strange in cases.strange_forms(case):
+    for strange in strange_forms(case):
         for dtype in cases.dtypes_of(case, target[0]):
             outcome = cases.run(case, dtype, *target, rng.initial_seed(), strange=strange)
             assert outcome.passed, outcome.describe()
@@ -92,7 +92,7 @@ def test_the_sign_of_a_view_is_no_part_of_what_is_remembered():
         flipped = moefuse.gate(torch._neg_view(-x), router, rule)
         assert torch.equal(flipped[0], weights)
         assert torch.equal(flipped[1], ids)
-    assert replay.sight(("gate",), (torch._neg_view(x),)) is None
+    assert replay.lookup("gate", None, (torch._neg_view(x),)) is None
 
 
 T, H, E, I, K = 3, 8, 4, 4, 2

@@ -6,20 +6,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse
 from moefuse import Activation, QuantTensor, Routing, backends
-from moefuse.ops.activation import flatten as flat_activation
-from moefuse.ops.route import flatten as flat_routing
+from moefuse.ops._core import library
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import formats_of
 from moefuse.testing.random_blocks import random_blocks
+from moefuse.types import Outputs, Router, Stacks, Tail, Wanted
 
 from . import oracle
 from .oracle import assert_close
 
 T, E, H, I, K = 3, 4, 6, 5, 2
-RULE = flat_routing(Routing(K, scale=1.5, renormalize_after_scale=True))
-SILU = flat_activation(Activation("silu"))
-PLAIN = flat_activation(Activation("gelu_tanh", gated=False))
-PLAIN_STACKS = (None, None, None)  # the formats of gate_up, up and down
+RULE = Routing(K, scale=1.5, renormalize_after_scale=True)
+GROUPS = Routing(K, score="sigmoid", groups=2)
+SILU = Activation("silu")
+PLAIN = Activation("gelu_tanh", gated=False)
 IDS = torch.tensor([[0, 1], [2, 9], [3, 3]], dtype=torch.int32)  # a sentinel, a duplicate
 FOUND = torch.tensor([[0, 1], [2, 4], [3, 1]], dtype=torch.int32)  # as route returns them
 
@@ -37,128 +37,118 @@ def turned(*shape):
     return rand(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
 
-def blocks(name, *shape):
-    return random_blocks(name, shape, torch.Generator().manual_seed(int(torch.randint(2**31, ()))), 1.0).blocks
+def tracked_and_turned(*shape):
+    return turned(*shape).requires_grad_()
 
 
-def plan_parts():
-    plan = moefuse.plan(IDS, E, backend="reference")
-    return plan.offsets, plan.order
+def blocks(spec, *shape):
+    return random_blocks(spec, shape, torch.Generator().manual_seed(int(torch.randint(2**31, ()))), 1.0)
 
 
-def tail(*, tracked, norm=True):
-    """shared, shared_gate, shared_logit, residual, norm_weight, eps of three tokens."""
-    make = grad if tracked else rand
-    return make(T, H), None, make(T), make(T, H), make(H) if norm else None, 1e-6
+def plan():
+    return moefuse.plan(IDS, E, backend="reference")
 
 
-def expert_inputs(apart=False):
-    stacks = (rand(E, I, H), rand(E, I, H)) if apart else (rand(E, 2 * I, H), None)
-    return rand(T, H), IDS, rand(T, K), *stacks, rand(E, H, I), rand(E, 2 * I), rand(E, H), None, None, None
+def tail(make=rand, *, norm=True):
+    """Of three tokens."""
+    return Tail(make(T, H), None, make(T), make(T, H), make(H) if norm else None)
 
 
-def planned(apart=False):
-    """What the differentiable form takes: the plan is always there."""
-    plan = moefuse.plan(IDS, E, backend="reference")
-    return *expert_inputs(apart)[:8], plan.offsets, plan.order, plan.inverse
+def stacks(make=rand, layout="halves", *, up=False):
+    first = (make(E, I, H), make(E, I, H)) if up else (make(E, 2 * I, H), None)
+    return Stacks(*first, make(E, H, I), make(E, 2 * I), make(E, H), layout)
 
 
-def tracked(values):
-    return tuple(v.requires_grad_() if v is not None and v.is_floating_point() else v for v in values)
+def routed(make=rand):
+    """x, ids and weights."""
+    return make(T, H), IDS, make(T, K)
 
 
-def backward_inputs(apart=False):
-    x, _, weights, gate_up, up, down, gate_up_bias, down_bias, *plan = planned(apart)
-    return rand(T, H), x, rand(T * K, 2 * I), weights, gate_up, up, down, gate_up_bias, down_bias, *plan
+def kept():
+    """The gradient of the sum, x, z and weights."""
+    return rand(T, H), rand(T, H), rand(T * K, 2 * I), rand(T, K)
 
 
-#: name of the op, then what is special about the call -> arguments without the backend, which comes last
+ALL = Wanted(*[True] * 7)
+MIXED = Stacks(blocks("Q8_0", E, 64, 32), blocks("Q4_0:exact", E, 64, 32), blocks("Q5_1", E, 32, 64), rand(E, 128))
+NORMED = Router(rand(E, H), rand(H), None, rand(E), rand(E))
+SHUFFLED = torch.randperm(T * K).int()
+
+#: name of the op, then what is special about the call -> the values of its kernel, without the backend
 CALLS = {
-    "route": lambda: (grad(T, E), None, grad(E), *RULE),
-    "route bias": lambda: (grad(T, E), rand(E), None, *flat_routing(Routing(K, score="sigmoid", groups=2))),
-    "route strided": lambda: (turned(T, E).requires_grad_(), None, grad(E), *RULE),
-    "route_backward": lambda: (rand(T, K), rand(T, E), FOUND, rand(E), *RULE),
-    "route_backward no_scale": lambda: (rand(T, K), rand(T, E), FOUND, None, *RULE),
-    "route_backward strided": lambda: (turned(T, K), turned(T, E), FOUND, rand(E), *RULE),
-    "gate": lambda: (grad(T, H), grad(E, H), grad(H), None, grad(E), grad(E), 1e-6, True, *RULE),
-    "gate plain": lambda: (grad(T, H), grad(E, H), None, None, None, None, 1e-6, False, *RULE),
-    "gate strided": lambda: (
-        turned(T, H).requires_grad_(), turned(E, H).requires_grad_(), grad(H), None, None, None, 1e-6, True, *RULE),
-    "gate_backward": lambda: (
-        rand(T, K), rand(T, H), rand(T, H), rand(E, H), rand(H), rand(E), rand(E), FOUND, 1e-6, True, True, *RULE),
-    "gate_backward plain": lambda: (
-        rand(T, K), None, rand(T, H), rand(E, H), None, None, None, FOUND, 1e-6, True, False, *RULE),
+    "route": lambda: (grad(T, E), None, grad(E), RULE),
+    "route bias": lambda: (grad(T, E), rand(E), None, GROUPS),
+    "route strided": lambda: (tracked_and_turned(T, E), None, grad(E), RULE),
+    "route_backward": lambda: (rand(T, K), rand(T, E), FOUND, rand(E), RULE),
+    "route_backward no_scale": lambda: (rand(T, K), rand(T, E), FOUND, None, RULE),
+    "route_backward strided": lambda: (turned(T, K), turned(T, E), FOUND, rand(E), RULE),
+    "gate": lambda: (grad(T, H), Router(grad(E, H), grad(H), None, grad(E), grad(E)), RULE, True),
+    "gate plain": lambda: (grad(T, H), Router(grad(E, H)), RULE, False),
+    "gate strided": lambda: (tracked_and_turned(T, H), Router(tracked_and_turned(E, H), grad(H)), RULE, True),
+    "gate_backward": lambda: (rand(T, K), rand(T, H), rand(T, H), NORMED, FOUND, RULE, True, True),
+    "gate_backward plain": lambda: (rand(T, K), None, rand(T, H), Router(rand(E, H)), FOUND, RULE, True, False),
     "gate_backward router": lambda: (
-        rand(T, K), None, rand(T, H), rand(E, H), rand(H), None, None, FOUND, 1e-6, False, True, *RULE),
+        rand(T, K), None, rand(T, H), Router(rand(E, H), rand(H)), FOUND, RULE, False, True),
     "gate_backward strided": lambda: (
-        rand(T, K), turned(T, H), turned(T, H), turned(E, H), rand(H), None, rand(E), FOUND, 1e-6, True, True, *RULE),
+        rand(T, K), turned(T, H), turned(T, H), NORMED._replace(weight=turned(E, H)), FOUND, RULE, True, True),
     "plan": lambda: (IDS, E),
     "plan int64": lambda: (IDS.long().T.contiguous().T, E),
-    "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), *plan_parts(), True, True, None),
-    "grouped_linear down": lambda: (grad(T * K, H), grad(E, I, H), None, *plan_parts(), False, True, None),
+    "grouped_linear": lambda: (grad(T, H), grad(E, I, H), grad(E, I), plan(), True, True),
+    "grouped_linear down": lambda: (grad(T * K, H), grad(E, I, H), None, plan(), False, True),
     "grouped_linear strided": lambda: (
-        turned(T, H).requires_grad_(), turned(E, I, H).requires_grad_(), grad(E, I), *plan_parts(), True, False, None),
-    "grouped_linear blocks": lambda: (
-        grad(T, 64), blocks("Q8_0", E, I, 64), grad(E, I), *plan_parts(), True, True, "Q8_0"),
+        tracked_and_turned(T, H), tracked_and_turned(E, I, H), grad(E, I), plan(), True, False),
+    "grouped_linear blocks": lambda: (grad(T, 64), blocks("Q8_0", E, I, 64), grad(E, I), plan(), True, True),
     "grouped_linear exact": lambda: (
-        grad(T * K, 256), blocks("Q4_K", 2 * E, I, 256)[::2], None, *plan_parts(), False, True, "Q4_K:exact"),
-    "grouped_linear_transposed": lambda: (
-        rand(T * K, I), blocks("Q8_0", E, I, 64), *plan_parts(), True, True, "Q8_0"),
+        grad(T * K, 256), blocks("Q4_K:exact", 2 * E, I, 256)[::2], None, plan(), False, True),
+    "grouped_linear_transposed": lambda: (rand(T * K, I), blocks("Q8_0", E, I, 64), plan(), True, True),
     "grouped_linear_transposed strided": lambda: (
-        turned(T * K, I), blocks("Q4_K", 2 * E, I, 256)[::2], *plan_parts(), False, False, "Q4_K:exact"),
-    "grouped_outer": lambda: (rand(T * K, I), rand(T, H), *plan_parts(), True, True),
-    "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), *plan_parts(), False, False),
-    "glu": lambda: (grad(T, 2 * I), None, *SILU, "halves"),
-    "glu interleaved": lambda: (grad(T, K, 2 * I), None, *SILU, "interleaved"),
-    "glu apart": lambda: (grad(T, I), grad(T, I), *SILU, "halves"),
-    "glu ungated": lambda: (grad(T, I), None, *PLAIN, "halves"),
-    "glu strided": lambda: (turned(T, 2 * I).requires_grad_(), None, *SILU, "halves"),
-    "glu apart_strided": lambda: (turned(T, I).requires_grad_(), turned(T, I).requires_grad_(), *SILU, "halves"),
-    "glu_backward": lambda: (rand(T, I), rand(T, 2 * I), None, *SILU, "halves"),
-    "glu_backward interleaved": lambda: (rand(T, I), rand(T, 2 * I), None, *SILU, "interleaved"),
-    "glu_backward apart": lambda: (rand(T, I), rand(T, I), rand(T, I), *SILU, "halves"),
-    "glu_backward strided": lambda: (turned(T, I), turned(T, 2 * I), None, *SILU, "halves"),
-    "glu_backward apart_strided": lambda: (turned(T, I), turned(T, I), turned(T, I), *SILU, "halves"),
-    "glu_backward ungated_strided": lambda: (turned(T, I), turned(T, I), None, *PLAIN, "halves"),
-    "combine": lambda: (grad(T * K, H), grad(T, K), None, *tail(tracked=True)),
-    "combine sum": lambda: (grad(T * K, H), grad(T, K), None, None, None, None, None, None, 1e-6),
-    "combine inverse": lambda: (
-        grad(T * K, H), grad(T, K), torch.randperm(T * K).int(), grad(T, H), grad(T), None, None, None, 1e-6),
+        turned(T * K, I), blocks("Q4_K:exact", 2 * E, I, 256)[::2], plan(), False, False),
+    "grouped_outer": lambda: (rand(T * K, I), rand(T, H), plan(), True, True),
+    "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), plan(), False, False),
+    "glu": lambda: (grad(T, 2 * I), None, SILU, "halves"),
+    "glu interleaved": lambda: (grad(T, K, 2 * I), None, SILU, "interleaved"),
+    "glu apart": lambda: (grad(T, I), grad(T, I), SILU, "halves"),
+    "glu ungated": lambda: (grad(T, I), None, PLAIN, "halves"),
+    "glu strided": lambda: (tracked_and_turned(T, 2 * I), None, SILU, "halves"),
+    "glu apart_strided": lambda: (tracked_and_turned(T, I), tracked_and_turned(T, I), SILU, "halves"),
+    "glu_backward": lambda: (rand(T, I), rand(T, 2 * I), None, SILU, "halves"),
+    "glu_backward interleaved": lambda: (rand(T, I), rand(T, 2 * I), None, SILU, "interleaved"),
+    "glu_backward apart": lambda: (rand(T, I), rand(T, I), rand(T, I), SILU, "halves"),
+    "glu_backward strided": lambda: (turned(T, I), turned(T, 2 * I), None, SILU, "halves"),
+    "glu_backward apart_strided": lambda: (turned(T, I), turned(T, I), turned(T, I), SILU, "halves"),
+    "glu_backward ungated_strided": lambda: (turned(T, I), turned(T, I), None, PLAIN, "halves"),
+    "combine": lambda: (grad(T * K, H), grad(T, K), None, tail(grad)),
+    "combine sum": lambda: (grad(T * K, H), grad(T, K), None, Tail()),
+    "combine inverse": lambda: (grad(T * K, H), grad(T, K), SHUFFLED, Tail(grad(T, H), grad(T))),
     "combine strided": lambda: (
-        turned(T * K, H).requires_grad_(), turned(T, K).requires_grad_(), None, None, None, None,
-        turned(T, H).requires_grad_(), grad(H), 1e-6),
+        tracked_and_turned(T * K, H), tracked_and_turned(T, K), None,
+        Tail(residual=tracked_and_turned(T, H), norm_weight=grad(H))),
     "combine_out": lambda: (
-        rand(T * K, H), rand(T, K), None, *tail(tracked=False), torch.zeros(T, H), torch.zeros(T, H)),
-    "combine_out sum": lambda: (
-        rand(T * K, H), rand(T, K), None, *tail(tracked=False, norm=False), torch.zeros(T, H), None),
-    "combine_backward": lambda: (rand(T, H), rand(T, H), rand(T * K, H), rand(T, K), None, *tail(tracked=False)),
-    "combine_backward sum": lambda: (
-        rand(T, H), None, rand(T * K, H), rand(T, K), None, None, None, None, None, None, 1e-6),
+        rand(T * K, H), rand(T, K), None, tail(), Outputs(torch.zeros(T, H), torch.zeros(T, H))),
+    "combine_out sum": lambda: (rand(T * K, H), rand(T, K), None, tail(norm=False), Outputs(torch.zeros(T, H))),
+    "combine_backward": lambda: (rand(T, H), rand(T, H), rand(T * K, H), rand(T, K), None, tail()),
+    "combine_backward sum": lambda: (rand(T, H), None, rand(T * K, H), rand(T, K), None, Tail()),
     "combine_backward strided": lambda: (
-        turned(T, H), None, turned(T * K, H), turned(T, K), torch.randperm(T * K).int(), turned(T, H), rand(T), None,
-        turned(T, H), None, 1e-6),
-    "experts": lambda: (*expert_inputs(), *tail(tracked=False), *SILU, "halves", *PLAIN_STACKS),
-    "experts sum": lambda: (
-        *expert_inputs(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves", *PLAIN_STACKS),
+        turned(T, H), None, turned(T * K, H), turned(T, K), SHUFFLED,
+        Tail(turned(T, H), rand(T), residual=turned(T, H))),
+    "experts": lambda: (*routed(), stacks(), None, SILU, tail(), False),
+    "experts sum": lambda: (*routed(), stacks(up=True), None, SILU, Tail(), False),
     "experts blocks": lambda: (
-        rand(T, 32), IDS, rand(T, K), blocks("Q8_0", E, 64, 32), blocks("Q4_0", E, 64, 32), blocks("Q5_1", E, 32, 64),
-        rand(E, 128), None, None, None, None, None, None, None, rand(T, 32), None, 1e-6, *SILU, "halves",
-        "Q8_0", "Q4_0:exact", "Q5_1"),
+        rand(T, 32), IDS, rand(T, K), MIXED, None, SILU, Tail(residual=rand(T, 32)), False),
+    "experts saving": lambda: (*routed(grad), stacks(grad), plan(), SILU, tail(grad), True),
+    "experts saving_sum": lambda: (*routed(), stacks(up=True), plan(), SILU, Tail(), True),
     "experts_out": lambda: (
-        *expert_inputs(), *tail(tracked=False), *SILU, "interleaved", torch.zeros(T, H), torch.zeros(T, H),
-        *PLAIN_STACKS),
-    "experts_out sum": lambda: (
-        *expert_inputs(), *tail(tracked=False, norm=False), *SILU, "halves", torch.zeros(T, H), None, *PLAIN_STACKS),
-    "experts_saving": lambda: (*tracked(planned()), *tail(tracked=True), *SILU, "halves"),
-    "experts_saving sum": lambda: (*planned(apart=True), None, None, None, None, None, 1e-6, *SILU, "halves"),
-    "experts_backward": lambda: (*backward_inputs(), *SILU, "interleaved", [True] * 3 + [False] + [True] * 3),
-    "experts_backward apart": lambda: (*backward_inputs(apart=True), *SILU, "halves", [True] * 7),
-    "experts_backward frozen": lambda: (*backward_inputs(), *SILU, "halves", [True, True] + [False] * 5),
-    "experts_backward_reusing": lambda: (*backward_inputs(), *SILU, "halves", [True] * 3 + [False] + [True] * 3),
-    "tail_backward": lambda: (rand(T, H), rand(T, H), rand(T, H), rand(T, H), None, rand(T), rand(H), 1e-6),
-    "tail_backward gate": lambda: (rand(T, H), None, None, rand(T, H), rand(T), None, None, 1e-6),
+        *routed(), stacks(layout="interleaved"), None, SILU, tail(), Outputs(torch.zeros(T, H), torch.zeros(T, H))),
+    "experts_out sum": lambda: (*routed(), stacks(), plan(), SILU, tail(norm=False), Outputs(torch.zeros(T, H))),
+    "experts_backward": lambda: (*kept(), stacks(layout="interleaved"), plan(), SILU, ALL._replace(up=False), False),
+    "experts_backward apart": lambda: (*kept(), stacks(up=True), plan(), SILU, ALL, False),
+    "experts_backward frozen": lambda: (
+        *kept(), stacks(), plan(), SILU, Wanted(True, True, False, False, False, False, False), False),
+    "experts_backward_reusing": lambda: (*kept(), stacks(), plan(), SILU, ALL._replace(up=False), True),
+    "tail_backward": lambda: (rand(T, H), rand(T, H), rand(T, H), tail()._replace(residual=None)),
+    "tail_backward gate": lambda: (rand(T, H), None, None, Tail(rand(T, H), rand(T))),
     "tail_backward strided": lambda: (
-        rand(T, H), turned(T, H), turned(T, H), turned(T, H), None, None, rand(H), 1e-6),
+        rand(T, H), turned(T, H), turned(T, H), Tail(turned(T, H), norm_weight=rand(H))),
 }  # fmt: skip
 
 
@@ -190,11 +180,12 @@ def test_opcheck(name, target):
     op = name.split()[0]
     if not has(backend, op.removesuffix("_out").removesuffix("_reusing")):
         pytest.skip(f"{backend} leaves {op} to the reference")
-    arguments = tuple(moved(value, device) for value in CALLS[name]())
+    definition = library.OPS[op]
+    arguments = [moved(value, device) for value in definition.signature.flatten((backend, *CALLS[name]()))]
     specs = [value for value in arguments if isinstance(value, str) and value.partition(":")[0] in FORMATS]
     if not {spec.partition(":")[0] for spec in specs}.issubset(formats_of(backend)):
         pytest.skip(f"{backend} leaves {', '.join(specs)} to the reference")
-    torch.library.opcheck(getattr(torch.ops.moefuse, op).default, (*arguments, backend))
+    torch.library.opcheck(definition.overload, tuple(arguments))
 
 
 # torch.compile. Registration is the same whoever runs the op, so these take the backend of a plain call.
@@ -210,7 +201,7 @@ def make_plan(ids):
 
 
 NORM, LOGIT_BIAS = rand(H), rand(E)
-DOWN = QuantTensor(blocks("Q5_0", E, 32, 64), "Q5_0", exact=True)
+DOWN = blocks("Q5_0:exact", E, 32, 64)
 PUBLIC = {
     "route": (
         lambda logits, scale: moefuse.route(logits, Routing(K, softcap=9.0), per_expert_scale=scale),
@@ -257,8 +248,8 @@ PUBLIC = {
             x, ids, weights, (QuantTensor(gate, "Q8_0"), QuantTensor(up, "MXFP4")), DOWN
         ),
         lambda rows: (
-            torch.randn(rows, 32), token_ids(rows), rand(rows, K), blocks("Q8_0", E, 64, 32),
-            blocks("MXFP4", E, 64, 32),
+            torch.randn(rows, 32), token_ids(rows), rand(rows, K), blocks("Q8_0", E, 64, 32).blocks,
+            blocks("MXFP4", E, 64, 32).blocks,
         ),
     ),
     "moe": (

@@ -7,10 +7,10 @@ import torch
 
 import moefuse
 from moefuse import Activation, Routing
-from moefuse.ops import experts_training, select
+from moefuse.ops import experts_backward
 from moefuse.testing.compare import Tolerance
 from moefuse.testing.poison import poisoned
-from moefuse.types import ACTIVATION_KINDS
+from moefuse.types import ACTIVATION_KINDS, Wanted
 
 from . import oracle
 from .oracle import assert_close
@@ -222,7 +222,7 @@ def test_nothing_as_large_as_the_gathered_tokens_is_saved(target, rng):
     own = [t for t in saved if t.data_ptr() not in weights]
     assert own
     assert all(t.numel() < T * top_k * H for t in own)
-    routing = 4 * (6 + 2 * T * top_k) + 4 * T * top_k
+    routing = 4 * (5 + 6 + 2 * T * top_k) + 4 * T * top_k  # the plan and the weights
     assert sum(t.nbytes for t in own) <= 4 * T * top_k * 2 * I + routing
     out.sum().backward()
 
@@ -265,9 +265,9 @@ def test_frozen_parts_do_no_work(rng, monkeypatch, trained):
     """The reference calls a product per gradient: count them. What a backend is asked for is the same list."""
     calls = []
     for name in ("grouped_linear_reference", "grouped_outer_reference"):
-        original = getattr(experts_training, name)
+        original = getattr(experts_backward, name)
         monkeypatch.setattr(
-            experts_training, name, lambda *a, f=original, n=name, **k: (calls.append(n), f(*a, **k))[1]
+            experts_backward, name, lambda *a, f=original, n=name, **k: (calls.append(n), f(*a, **k))[1]
         )
     given, rule = make(rng)
     leaves = {k: t.requires_grad_(k in trained) for k, t in given.items()}
@@ -281,29 +281,25 @@ def test_frozen_parts_do_no_work(rng, monkeypatch, trained):
 def test_what_is_not_wanted_is_not_asked_of_a_backend(target, rng, monkeypatch):
     backend, device = target
     asked = []
-    chosen = experts_training.select
+    chosen = experts_backward.select
 
-    def spy(op, like, name):
-        selection = chosen(op, like, name)
-        if op != "experts_backward":
-            return selection
+    def spy(reference, like, name):
+        run = chosen(reference, like, name)
 
-        def run(*args):
-            asked.append(args[-2])
-            result = selection.run(*args)
-            assert [t.numel() > 0 for t in result] == args[-2]
+        def asking(*values):
+            (wanted,) = (value for value in values if isinstance(value, Wanted))
+            asked.append({name for name, want in wanted._asdict().items() if want})
+            result = run(*values)
+            assert [t.numel() > 0 for t in result] == list(wanted)
             return result
 
-        return select.Selection(op, selection.device, selection.backend, run, selection.decisions)
+        return asking
 
-    monkeypatch.setattr(experts_training, "select", spy)
+    monkeypatch.setattr(experts_backward, "select", spy)
     given, rule = make(rng)
     gradients(given, rule, backend, device, frozen=STACKS)
     gradients(given, rule, backend, device, frozen=("x", "weights", "gate_up_bias", "down_bias"))
-    assert asked == [
-        [True, True, False, False, False, False, False],
-        [False, False, True, False, True, False, False],
-    ]
+    assert asked == [{"x", "weights"}, {"gate_up", "down"}]
 
 
 def test_a_frozen_router_does_no_work_of_its_own(target, rng, monkeypatch):
@@ -312,7 +308,12 @@ def test_a_frozen_router_does_no_work_of_its_own(target, rng, monkeypatch):
     backend, device = target
     asked = []
     original = gate._gate_backward
-    monkeypatch.setattr(gate, "_gate_backward", lambda *args: (asked.append(args[9:11]), original(*args))[1])
+
+    def asking(*values):
+        asked.append(tuple(value for value in values if isinstance(value, bool)))
+        return original(*values)
+
+    monkeypatch.setattr(gate, "_gate_backward", asking)
     x, router = oracle.normal(rng, 5, 24).to(device), oracle.weight(rng, 6, 24).to(device)
     moefuse.gate(x.requires_grad_(), router, Routing(2), backend=backend)[0].sum().backward()
     moefuse.gate(x.detach(), router.requires_grad_(), Routing(2), backend=backend)[0].sum().backward()

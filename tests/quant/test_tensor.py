@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moefuse
 from moefuse import QuantTensor, Routing
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import unwrap, wrap
 from moefuse.testing.cases import formats_of

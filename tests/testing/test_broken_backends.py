@@ -1,5 +1,6 @@
 """A wrong kernel is caught: five broken backends, each failed by the case table."""
 
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -10,87 +11,108 @@ import pytest
 import torch
 
 from moefuse import backends
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant.formats import FORMATS
-from moefuse.testing.cases import CASES, map_tensors, run
-from moefuse.types import Routing
+from moefuse.testing.cases import CASES, run
+from moefuse.testing.inputs import map_tensors, tensors_in
+from moefuse.types import Outputs, Routing
 
 _REFERENCES = select.REFERENCES
 
 
+Values = dict[str, Any]
+#: change(op, values by name) -> the values that a wrong kernel computes with
+Change = Callable[[str, Values], Values]
+
+
+def given(change: Change) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """The fault of a backend that computes rightly, with the wrong values."""
+
+    def fault(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*values: Any) -> Any:
+            named = inspect.signature(real).bind(*values).arguments
+            return real(**named | change(op, named))
+
+        return broken
+
+    return fault
+
+
 def zeros(_: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*args: Any) -> Any:
-        result = real(*args)
-        for t in [a for a in args[-2:] if isinstance(a, torch.Tensor)] if result is None else _tensors(result):
+    def broken(*values: Any) -> Any:
+        result = real(*values)
+        outputs = [value for value in values if isinstance(value, Outputs)]
+        for t in tensors_in(tuple(outputs) if result is None else result):
             t.zero_()
         return result
 
     return broken
 
 
-def dropped_slot(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+@given
+def dropped_slot(op: str, values: Values) -> Values:
     """The last slot of each token is forgotten."""
-
-    def broken(*args: Any) -> Any:
-        if op in ("combine", "experts"):
-            position = 1 if op == "combine" else 2
-            weights = args[position].clone()
-            if weights.shape[1] > 1:
-                weights[:, -1] = 0
-            args = (*args[:position], weights, *args[position + 1 :])
-        return real(*args)
-
-    return broken
+    if op not in ("combine", "experts") or values["weights"].shape[1] < 2:
+        return {}
+    weights = values["weights"].clone()
+    weights[:, -1] = 0
+    return {"weights": weights}
 
 
-def swapped_gate_and_up(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*args: Any) -> Any:
-        if op == "glu" and args[1] is not None:
-            args = (args[1], args[0], *args[2:])
-        elif op == "glu" and args[2].gated:
-            halves = args[0].chunk(2, -1) if args[3] == "halves" else (args[0][..., ::2], args[0][..., 1::2])
-            swapped = torch.cat(halves[::-1], -1) if args[3] == "halves" else torch.stack(halves[::-1], -1).flatten(-2)
-            args = (swapped, *args[1:])
-        elif op == "experts" and args[4] is not None:
-            args = (*args[:3], args[4], args[3], *args[5:])
-        elif op == "experts" and args[17].gated and args[18] == "halves":
-            swapped = map_tensors(args[3], lambda t: torch.cat(t.chunk(2, 1)[::-1], 1))
-            args = (*args[:3], swapped, *args[4:])
-        return real(*args)
-
-    return broken
+@given
+def swapped_gate_and_up(op: str, values: Values) -> Values:
+    if op == "glu" and values["up"] is not None:
+        return {"gate_up": values["up"], "up": values["gate_up"]}
+    if op == "glu" and values["activation"].gated:
+        both = values["gate_up"]
+        if values["layout"] == "halves":
+            return {"gate_up": torch.cat(both.chunk(2, -1)[::-1], -1)}
+        return {"gate_up": torch.stack((both[..., 1::2], both[..., ::2]), -1).flatten(-2)}
+    if op == "experts" and values["stacks"].up is not None:
+        stacks = values["stacks"]
+        return {"stacks": stacks._replace(gate_up=stacks.up, up=stacks.gate_up)}
+    if op == "experts" and values["activation"].gated and values["stacks"].layout == "halves":
+        stacks = values["stacks"]
+        swapped = map_tensors(stacks.gate_up, lambda t: torch.cat(t.chunk(2, 1)[::-1], 1))
+        return {"stacks": stacks._replace(gate_up=swapped)}
+    return {}
 
 
 def wrong_tie(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
     """Ties go to the highest id."""
 
-    def broken(*args: Any) -> Any:
-        if op != "route":
-            return real(*args)
-        logits, bias, scale, routing = args
+    def broken(logits: torch.Tensor, *rest: Any) -> Any:
+        bias, scale, routing = rest
         flipped = (None if t is None else t.flip(0) for t in (bias, scale))
         weights, ids = real(logits.flip(1), *flipped, routing)
         E = logits.shape[1]
         return weights, torch.where(ids < E, E - 1 - ids, ids)
 
-    return broken
+    return broken if op == "route" else real
 
 
-def next_expert(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+@given
+def next_expert(op: str, values: Values) -> Values:
     """Every product takes the weights of the expert after the right one."""
 
-    def broken(*args: Any) -> Any:
-        positions = {"grouped_linear": (1,), "experts": (3, 5)}.get(op, ())
-        return real(*(map_tensors(a, lambda t: t.roll(-1, 0)) if i in positions else a for i, a in enumerate(args)))
+    def next_of(stack: Any) -> Any:
+        return map_tensors(stack, lambda t: t.roll(-1, 0))
 
-    return broken
+    if op == "grouped_linear":
+        return {"weight": next_of(values["weight"])}
+    if op == "experts":
+        stacks = values["stacks"]
+        return {"stacks": stacks._replace(gate_up=next_of(stacks.gate_up), down=next_of(stacks.down))}
+    return {}
 
 
-def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-FAULTS = {fault.__name__: fault for fault in (zeros, dropped_slot, swapped_gate_and_up, wrong_tie, next_expert)}
+FAULTS = {
+    "zeros": zeros,
+    "dropped_slot": dropped_slot,
+    "swapped_gate_and_up": swapped_gate_and_up,
+    "wrong_tie": wrong_tie,
+    "next_expert": next_expert,
+}
 #: the ops whose every fault of a kind must show
 CAUGHT_IN = {
     "zeros": {"route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts", "moe"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefuse.backends.metal import launch
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.testing import cases
 from moefuse.testing.msl import language
 from moefuse.testing.msl.build import preprocess

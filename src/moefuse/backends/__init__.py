@@ -2,14 +2,16 @@
 
 A backend is a package beside this file that offers
 
-* ``OPS``: op name -> function with the signature of that op's ``<op>_reference``, checked tensors in, tensors out;
+* ``OPS``: op name -> function with the signature of that op's ``<op>_reference``: checked values of `moefuse.types` in,
+  tensors out;
 * ``DTYPES``: the element types its kernels take;
 * ``FORMATS``: the block formats its products take in a `QuantTensor`, which then stands in a weight's place;
 * ``unavailable()``: None, or one sentence that says why it cannot run on this machine;
 * ``describe()``: facts for ``moefuse info``;
+* optionally ``SAVES``: False where its ``experts`` cannot keep the pre-activations for a backward pass;
 * optionally ``emulates()``: device types beyond its row's that it runs on when asked by name;
 * optionally ``record(run, tensors)``: a function that does with other tensors, laid out like these, what ``run`` does
-  with these, for less; or None where it cannot. See `moefuse.ops.replay`.
+  with these, for less; or None where it cannot. See `moefuse.ops._core.replay`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ class Backend:
             return "this version of moefuse has no kernels for it yet"
         reason: str | None = self.load().unavailable()
         return reason
+
+    def saves(self) -> bool:
+        """Whether its ``experts`` can keep what a backward pass needs."""
+        return bool(getattr(self.load(), "SAVES", True))
 
     def emulated(self) -> tuple[str, ...]:
         """Devices it runs on only when asked by name."""

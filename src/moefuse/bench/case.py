@@ -12,7 +12,7 @@ from moefuse.bench import machine
 from moefuse.bench.contestants import Contestant
 from moefuse.bench.result import OURS, Result
 from moefuse.bench.run import Options, Tick, measure
-from moefuse.ops.select import select
+from moefuse.ops._core.select import choose
 from moefuse.testing import cases
 from moefuse.testing.compare import Difference, Tolerance
 
@@ -31,7 +31,7 @@ def bench_case(case: cases.Case, options: Options, tick: Tick) -> Result:
     dtype, device = options.dtype, options.device
     like = torch.empty(0, dtype=dtype, device=device)
     # moe is gate and experts, not an op of its own.
-    chosen = select("experts" if case.op == "moe" else case.op, like, options.backend).backend
+    chosen = choose("experts" if case.op == "moe" else case.op, like, options.backend).backend
     made = {name: cases.map_tensors(value, lambda t: t.to(device)) for name, value in case.inputs(_SEED, dtype).items()}
     field = [_contestant(case, backend, options) for backend in dict.fromkeys((chosen, REFERENCE))]
     with torch.no_grad():

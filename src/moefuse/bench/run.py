@@ -16,7 +16,7 @@ from moefuse.bench.floor import Floor, Probe
 from moefuse.bench.peers import Peer
 from moefuse.bench.result import FLOOR, OURS, Result, Row
 from moefuse.bench.shapes import Shape
-from moefuse.ops.select import select
+from moefuse.ops._core.select import choose
 
 #: label and share of the run that is done
 Tick = Callable[[str, float], None]
@@ -58,7 +58,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
     result = Result(
         title=shape.describe(),
         dtype=_short(dtype),
-        backend=select("experts", layers[0].router, options.backend, shape.weights or ()).backend,
+        backend=choose("experts", layers[0].router, options.backend, shape.weights or ()).backend,
         command=options.command,
         machine=machine.describe(device),
         shape=dataclasses.asdict(shape),

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefuse.bench import check, inputs, timing
 from moefuse.bench.contestants import EXPERTS, ours
 from moefuse.bench.shapes import Shape
-from moefuse.ops import select
+from moefuse.ops._core import select
 from moefuse.quant.tensor import format_in
 from moefuse.testing.compare import Tolerance, difference
 from moefuse.types import Activation

@@ -15,8 +15,8 @@ from rich.table import Table
 
 import moefuse
 from moefuse import backends, config
-from moefuse.ops.library import FAST_PATHS
-from moefuse.ops.select import REFERENCES, resolve
+from moefuse.ops._core.library import FAST_PATHS
+from moefuse.ops._core.select import REFERENCES, resolve
 
 _OTHERS = ("torch", "triton", "transformers", "gguf", "numpy")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefuse import config
 from moefuse.cli import options
-from moefuse.ops.select import resolve
+from moefuse.ops._core.select import resolve
 
 _SHADES = " ░▒▓█"
 #: the model in the box, which an install may lack, and what it continues

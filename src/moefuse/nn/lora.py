@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moefuse.ops.checks import check_count
+from moefuse.ops._core.checks import check_count
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.types import Plan
 

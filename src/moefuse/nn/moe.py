@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from moefuse.nn.lora import ExpertsLoRA
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
-from moefuse.ops.activation import check_activation, check_layout, glu
-from moefuse.ops.checks import FLOATS, check_count, check_eps, check_instance, widen
+from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.checks import FLOATS, check_count, check_eps, check_instance
 from moefuse.ops.combine import combine
-from moefuse.ops.experts import apart, experts
+from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
+from moefuse.ops.glu import check_activation, check_layout, glu
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
@@ -258,7 +259,10 @@ class MoE(nn.Module):
         gate_up, layout = self._first("", self.layout, dtype)
         down = self.stack("down", dtype)
         if dtype is None:
-            plain = next((w for w in (*apart(gate_up), down) if isinstance(w, Tensor)), x)
+            plain = next(
+                (w for w in (*(gate_up if isinstance(gate_up, tuple) else (gate_up,)), down) if isinstance(w, Tensor)),
+                x,
+            )
             if plain.dtype != x.dtype:
                 raise TypeError(
                     f"MoE: x must have the type of the experts, {plain.dtype}, got {x.dtype}: cast one of the two, or "

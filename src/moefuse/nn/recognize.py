@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse.ops.activation import glu
+from moefuse.ops.glu import glu
 from moefuse.ops.route import route
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, SCORES, Activation, Routing
 

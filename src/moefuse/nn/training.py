@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moefuse.ops.checks import widen
+from moefuse.ops._core.arithmetic import widen
 from moefuse.types import Routing
 
 

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse.ops import replay
-from moefuse.ops.activation import activation_of, check_activation, check_layout, flatten, glu, glu_reference
-from moefuse.ops.checks import (
+from moefuse.ops._core import replay
+from moefuse.ops._core.arithmetic import masked_weights, widen
+from moefuse.ops._core.checks import (
     INTEGERS,
     check_float64,
     check_instance,
     check_optional,
     check_tensor,
     check_weight,
-    widen,
 )
-from moefuse.ops.combine import Tail, check_tail, combine, combine_reference, fresh_out, out_dtype, prepare_out
-from moefuse.ops.experts_training import EXPERTS_SCHEMA, experts_saving, mask
-from moefuse.ops.grouped_linear import grouped_linear, grouped_linear_reference
-from moefuse.ops.library import define
-from moefuse.ops.memory import check_outputs, has_values
+from moefuse.ops._core.library import Gradients, Rule, define_form
+from moefuse.ops._core.memory import check_outputs, has_values
+from moefuse.ops._core.select import choose, inherit, select
+from moefuse.ops.combine import (
+    check_out,
+    check_tail,
+    combine_reference,
+    fresh_outputs,
+    results_of,
+)
+from moefuse.ops.combine_backward import tail_backward, tail_tensors
+from moefuse.ops.composed import composed
+from moefuse.ops.experts_backward import experts_backward
+from moefuse.ops.glu import check_activation, check_layout, glu_reference
+from moefuse.ops.grouped_linear import grouped_linear_reference
 from moefuse.ops.plan import plan as make_plan
 from moefuse.ops.plan import plan_reference
-from moefuse.ops.select import select
-from moefuse.quant.tensor import QuantTensor, unwrap, wrap
-from moefuse.types import MAX_EXPERTS, Activation, Plan
-
-Weight = Tensor | QuantTensor
-_TENSORS = (
-    "x", "ids", "weights", "gate_up", "up", "down", "gate_up_bias", "down_bias", "shared", "shared_gate",
-    "shared_logit", "residual", "norm_weight", "out", "normed_out",
-)  # fmt: skip
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import MAX_EXPERTS, Activation, Outputs, Plan, Stacks, Tail, Wanted, Weight
 
 
 def experts(
@@ -75,7 +78,7 @@ def experts(
             would stall it, a slot counts where both ids and plan have an expert for it, which is the plan's.
         shared, shared_gate, shared_logit, residual, norm_weight, eps: the tail, as in `combine`.
         out, normed_out: where to write, as in `combine`; may be x itself too.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         ``[T, H]``, or ``(out, normed)`` when ``norm_weight`` is given.
@@ -86,82 +89,78 @@ def experts(
     >>> experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), gate_up, down, activation="relu")
     tensor([[ 1., 10.]])
     """
-    first, up = apart(gate_up)
-    stacks, specs = unwrap_all(first, up, down)
-    tensors = (
-        x, ids, weights, *stacks, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual, norm_weight,
-        out, normed_out,
-    )  # fmt: skip
-    facts = ("experts", specs, backend, activation, layout, eps, type(eps))
-    call = replay.sight(facts, tensors) if plan is None else None
-    if call is not None and call.known is not None:
-        if out is not None or normed_out is not None:
-            check_outputs("experts", dict(zip(_TENSORS, tensors, strict=True)))
-        again: Tensor | tuple[Tensor, Tensor] = replay.repeat(run, call, tensors)
-        return again
+    stacks = stacks_of("experts", gate_up, down, gate_up_bias, down_bias, layout)
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
-    activation = check_activation("experts", activation)
-    check_stacks("experts", x, first, up, down, activation, gate_up_bias, down_bias, layout)
-    check("experts", x, ids, weights, down.shape[0], plan)
-    check_tail("experts", tail, x.shape[0], x)
-    tracked = False
-    if out is None and normed_out is None:
-        # Inside a compiled torch.func.grad no tensor says that it requires a gradient.
-        hidden = torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-        tracked = torch.is_grad_enabled() and (hidden or any(t is not None and t.requires_grad for t in tensors))
-    else:
-        named = dict(zip(_TENSORS, tensors, strict=True))
-        if plan is not None:
-            named |= {"plan.offsets": plan.offsets, "plan.order": plan.order, "plan.inverse": plan.inverse}
-        out, normed_out = prepare_out("experts", tail, x.shape[0], x, named)
+    values = (x, ids, weights, *stacks, activation, *tail, out, normed_out)
+    call = replay.lookup("experts", backend, values) if plan is None else None
+    known = call is not None and call.record is not None
+    tensors: dict[str, Tensor | None] = {}
+    if not known or out is not None or normed_out is not None:
+        tensors = {"x": x, "ids": ids, "weights": weights, **stack_tensors(stacks), **tail_tensors(tail)}
+        tensors |= {"out": out, "normed_out": normed_out}
+    rule = check_activation("experts", activation)
+    if not known:
+        check_stacks("experts", x, stacks, rule)
+        check("experts", x, ids, weights, down.shape[0], plan)
+        check_tail("experts", tail, x.shape[0], x)
+        planned = {} if plan is None else {f"plan.{name}": t for name, t in plan.tensors.items()}
+        check_out("experts", tail, x.shape[0], x, {**planned, **tensors})
+    elif tensors:
+        check_outputs("experts", tensors)
+    if call is not None:
+        return replay.run(call, run_experts, backend, x, ids, weights, stacks, rule, tail, out, normed_out)
+    if out is not None or normed_out is not None:
+        outputs = fresh_outputs(tail, x, out, normed_out)
+        _experts_out(backend, x, ids, weights, stacks, plan, rule, tail, outputs)
+        return results_of(outputs)
+    # Inside a compiled torch.func.grad no tensor says that it requires a gradient.
+    hidden = torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    tracked = torch.is_grad_enabled() and (hidden or any(t is not None and t.requires_grad for t in tensors.values()))
     if tracked:
         if not torch.compiler.is_compiling():
-            select("experts", x, backend, specs)  # an explicit choice that cannot run is refused in this op's name
+            choose("experts", x, backend, stacks.specs)  # a choice that cannot run is refused in this op's name
         plan = plan or make_plan(ids, down.shape[0], backend=backend)
-        if specs != (None, None, None):
-            return _through_blocks(
-                x, ids, weights, first, up, down, activation, gate_up_bias, down_bias, layout, plan, tail, backend
-            )
-    parts = (None, None, None) if plan is None else (plan.offsets, plan.order, plan.inverse)
-    args = (
-        x, ids, weights, *stacks, gate_up_bias, down_bias, *parts, *tail, *flatten(activation), layout,
-    )  # fmt: skip
-    if out is not None:
-        _experts_out(*args, out, normed_out, *specs, backend)
-        replay.admit(call)
-        return out if normed_out is None else (out, normed_out)
-    summed, normed = experts_saving(*args, backend) if tracked else _experts(*args, *specs, backend)
-    replay.admit(call)
+        if any(stacks.specs):
+            return composed(x, ids, weights, stacks, plan, rule, tail, backend)
+    summed, normed, _ = _experts(backend, x, ids, weights, stacks, plan, rule, tail, tracked)
     return summed if norm_weight is None else (summed, normed)
 
 
-def run(
-    facts: tuple[Any, ...], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, up: Any, down: Tensor, *rest: Any
+def run_experts(
+    backend: str | None,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    activation: Activation,
+    tail: Tail,
+    out: Tensor | None,
+    normed_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a call without a plan that passed the checks does."""
-    _, specs, backend, activation, layout, eps, _ = facts
-    *biases, shared, shared_gate, shared_logit, residual, norm_weight, out, normed_out = rest
-    tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
-    out, normed_out = fresh_out(tail, x.shape[0], x, out, normed_out)
-    stacks = map(wrap, (gate_up, up, down), specs)
-    select("experts", x, backend, specs).run(
-        x, ids, weights, *stacks, *biases, None, None, None, *tail, Activation.of(activation), layout, out, normed_out
-    )
-    return out if normed_out is None else (out, normed_out)
+    outputs = fresh_outputs(tail, x, out, normed_out)
+    run = select(experts_reference, x, backend, stacks.specs, settled=True)
+    run(x, ids, weights, stacks, None, activation, tail, outputs, None)
+    return results_of(outputs)
 
 
-def apart(gate_up: Any) -> tuple[Any, Any]:
+def stacks_of(op: str, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, layout: str) -> Stacks:
+    """The bundle of what a user gives, unchecked: ``gate_up`` is one stack, or gate and up."""
     if not isinstance(gate_up, tuple):
-        return gate_up, None
+        return Stacks(gate_up, None, down, gate_up_bias, down_bias, layout)
     if len(gate_up) != 2:
-        raise ValueError(f"experts: gate_up must be one tensor or (gate, up), got a tuple of {len(gate_up)}")
-    return gate_up
+        raise ValueError(f"{op}: gate_up must be one tensor or (gate, up), got a tuple of {len(gate_up)}")
+    gate_proj, up = gate_up
+    return Stacks(gate_proj, up, down, gate_up_bias, down_bias, layout)
 
 
-def unwrap_all(gate_up: Any, up: Any, down: Any) -> tuple[tuple[Any, Any, Any], tuple[str | None, ...]]:
-    """The three stacks as an op's schema carries them, and their formats."""
-    (gate_up, first), (up, second), (down, third) = unwrap(gate_up), unwrap(up), unwrap(down)
-    return (gate_up, up, down), (first, second, third)
+def stack_tensors(stacks: Stacks) -> dict[str, Tensor | None]:
+    """Every tensor of the stacks, by name; of one in blocks its bytes."""
+    return {
+        name: value.blocks if isinstance(value, QuantTensor) else value
+        for name, value in stacks._asdict().items()
+        if name != "layout"
+    }
 
 
 def check(op: str, x: Any, ids: Any, weights: Any, num_experts: int, plan: Any) -> None:
@@ -186,141 +185,167 @@ def check(op: str, x: Any, ids: Any, weights: Any, num_experts: int, plan: Any) 
                 raise ValueError(f"{op}: plan must be that of ids, got one that sends a token to another expert")
 
 
-def check_stacks(
-    op: str,
-    x: Any,
-    gate_up: Any,
-    up: Any,
-    down: Any,
-    activation: Activation,
-    gate_up_bias: Any,
-    down_bias: Any,
-    layout: str,
-) -> None:
+def check_stacks(op: str, x: Any, stacks: Stacks, activation: Activation) -> None:
     """The experts' weights, against x and each other."""
     check_tensor(op, "x", x, {"T": None, "H": None})
     H = x.shape[1]
-    check_weight(op, "down", down, {"E": None, "H": H, "I": None}, x)
-    E, _, I = down.shape
+    check_weight(op, "down", stacks.down, {"E": None, "H": H, "I": None}, x)
+    E, _, I = stacks.down.shape
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: E must be from 1 to {MAX_EXPERTS}, got {E}")
-    check_layout(op, layout)
+    check_layout(op, stacks.layout)
     rows = activation.width(I)
-    if up is None:
-        check_weight(op, "gate_up", gate_up, {"E": E, "2I" if activation.gated else "I": rows, "H": H}, x)
+    if stacks.up is None:
+        check_weight(op, "gate_up", stacks.gate_up, {"E": E, "2I" if activation.gated else "I": rows, "H": H}, x)
     else:
         if not activation.gated:
             raise ValueError(f"{op}: gate_up must be one tensor for an ungated activation, got gate and up")
-        if layout != "halves":
-            raise ValueError(f"{op}: layout must be halves when gate and up come apart, got {layout!r}")
-        check_weight(op, "gate", gate_up, {"E": E, "I": I, "H": H}, x)
-        check_weight(op, "up", up, {"E": E, "I": I, "H": H}, x)
-    check_optional(op, "gate_up_bias", gate_up_bias, {"E": E, "rows": rows}, x)
-    check_optional(op, "down_bias", down_bias, {"E": E, "H": H}, x)
-    check_float64(op, {"x": x, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
-
-
-def _through_blocks(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    up: Weight | None,
-    down: Weight,
-    activation: Activation,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    layout: str,
-    plan: Plan,
-    tail: Tail,
-    backend: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The differentiable composition of the parts, for weights in blocks: gradients pass through them."""
-    if up is None:
-        z = grouped_linear(x, gate_up, plan, gather=True, scatter=False, bias=gate_up_bias, backend=backend)
-        h = glu(z, activation, layout=layout, backend=backend)
-    else:
-        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
-        g, u = (
-            grouped_linear(x, w, plan, gather=True, scatter=False, bias=b, backend=backend)
-            for w, b in zip((gate_up, up), biases, strict=True)
-        )
-        h = glu(g, u, activation, backend=backend)
-    y = grouped_linear(h, down, plan, gather=False, scatter=True, bias=down_bias, backend=backend)
-    return combine(y, mask(weights, ids, down.shape[0]), **tail._asdict(), backend=backend)
+        if stacks.layout != "halves":
+            raise ValueError(f"{op}: layout must be halves when gate and up come apart, got {stacks.layout!r}")
+        check_weight(op, "gate", stacks.gate_up, {"E": E, "I": I, "H": H}, x)
+        check_weight(op, "up", stacks.up, {"E": E, "I": I, "H": H}, x)
+    check_optional(op, "gate_up_bias", stacks.gate_up_bias, {"E": E, "rows": rows}, x)
+    check_optional(op, "down_bias", stacks.down_bias, {"E": E, "H": H}, x)
+    check_float64(op, {"x": x, "gate_up_bias": stacks.gate_up_bias, "down_bias": stacks.down_bias})
 
 
 def experts_reference(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    up: Weight | None,
-    down: Weight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    inverse: Tensor | None,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    shared_logit: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    stacks: Stacks,
+    plan: Plan | None,
     activation: Activation,
-    layout: str,
-    out: Tensor,
-    normed_out: Tensor | None,
+    tail: Tail,
+    outputs: Outputs,
+    z: Tensor | None,
 ) -> None:
-    E = down.shape[0]
+    """``z``: where to keep the expert-major pre-activations in the stacks' layout, gate beside up where the two come
+    apart, for `experts_backward`. Rows without an expert are zero."""
+    E, top_k = stacks.down.shape[0], ids.shape[1]
     x = widen(x)  # hidden rows and expert outputs then stay unrounded
-    if offsets is None or order is None:
-        _, offsets, order, _ = plan_reference(ids, E)
-    if up is None:
-        z = grouped_linear_reference(x, gate_up, gate_up_bias, offsets, order, True, False)
-        h = glu_reference(z, None, activation, layout)
+    plan = plan or Plan(*plan_reference(ids, E), top_k, trusted=True)
+    bias = stacks.gate_up_bias
+    if stacks.up is None:
+        pre = grouped_linear_reference(x, stacks.gate_up, bias, plan, True, False)
     else:
-        biases = (None, None) if gate_up_bias is None else gate_up_bias.chunk(2, -1)
-        g = grouped_linear_reference(x, gate_up, biases[0], offsets, order, True, False)
-        u = grouped_linear_reference(x, up, biases[1], offsets, order, True, False)
-        h = glu_reference(g, u, activation, layout)
-    y = grouped_linear_reference(h, down, down_bias, offsets, order, False, True)
-    masked = mask(weights, ids, E)
-    combine_reference(y, masked, None, shared, shared_gate, shared_logit, residual, norm_weight, eps, out, normed_out)
+        biases = (None, None) if bias is None else bias.chunk(2, -1)
+        pairs = zip((stacks.gate_up, stacks.up), biases, strict=True)
+        pre = torch.cat([grouped_linear_reference(x, w, b, plan, True, False) for w, b in pairs], 1)
+    if z is not None:
+        z.copy_(pre)
+    h = glu_reference(pre, None, activation, stacks.layout)
+    y = grouped_linear_reference(h, stacks.down, stacks.down_bias, plan, False, True)
+    combine_reference(y, masked_weights(weights, ids, E), None, tail, outputs)
 
 
-def _experts_kernel(*args: Any) -> tuple[Tensor, Tensor]:
-    out, normed = _experts_fake(*args)
-    _experts_out_kernel(*args[:-4], out, None if args[15] is None else normed, *args[-4:])
-    return out, normed
+def _fake(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan | None,
+    activation: Activation,
+    tail: Tail,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = fresh_outputs(tail, x)
+    rows = stacks.gate_up.shape[1] * (1 if stacks.up is None else 2)
+    z = x.new_empty(ids.shape[0] * ids.shape[1], rows) if save else x.new_empty(0)
+    return outputs.out, x.new_empty(0) if outputs.normed is None else outputs.normed, z
 
 
-def _experts_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    tail = Tail(*rest[10:16])
-    normed = x.new_empty(0) if tail.norm_weight is None else x.new_empty(x.shape)
-    return x.new_empty(x.shape, dtype=out_dtype(tail, x)), normed
+def _kernel(
+    backend: str | None,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan | None,
+    activation: Activation,
+    tail: Tail,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm and the pre-activations; empty where there is none."""
+    out, normed, z = _fake(x, ids, weights, stacks, plan, activation, tail, save)
+    run = select(experts_reference, x, inherit("experts", backend, saves=save), stacks.specs, saves=save)
+    outputs = Outputs(out, None if tail.norm_weight is None else normed)
+    run(x, ids, weights, stacks, plan, activation, tail, outputs, z if save else None)
+    return out, normed, z
 
 
-def _experts_out_kernel(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, up: Any, down: Any, *rest: Any
+def _out_kernel(
+    backend: str | None,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan | None,
+    activation: Activation,
+    tail: Tail,
+    outputs: Outputs,
 ) -> None:
-    *tensors, kind, gated, alpha, limit, layout, out, normed_out, gate_up_spec, up_spec, down_spec, backend = rest
-    run = select("experts", x, backend, (gate_up_spec, up_spec, down_spec)).run
-    stacks = wrap(gate_up, gate_up_spec), wrap(up, up_spec), wrap(down, down_spec)
-    run(x, ids, weights, *stacks, *tensors, activation_of(kind, gated, alpha, limit), layout, out, normed_out)
+    run = select(experts_reference, x, backend, stacks.specs)
+    run(x, ids, weights, stacks, plan, activation, tail, outputs, None)
 
 
-_FORMATS = "str? gate_up_format, str? up_format, str? down_format"
-_experts = define(
-    f"experts({EXPERTS_SCHEMA}, {_FORMATS}, str? backend) -> (Tensor, Tensor)",
-    _experts_kernel,
+def _keep(
+    results: tuple[Tensor, Tensor, Tensor],
+    backend: str | None,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan,
+    activation: Activation,
+    tail: Tail,
+    save: bool,
+) -> tuple[Any, ...]:
+    """Neither ids nor residual are needed again, and the sum only where it was normed."""
+    out, _, z = results
+    summed = None if tail.norm_weight is None else out
+    return backend, x, z, weights, stacks, plan, activation, tail._replace(residual=None), summed
+
+
+def _backward(
+    needs: Mapping[str, bool],
+    grads: tuple[Tensor | None, ...],
+    backend: str | None,
+    x: Tensor,
+    z: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan,
+    activation: Activation,
+    tail: Tail,
+    summed: Tensor | None,
+) -> Gradients:
+    d_out, d_normed, _ = grads
+    if d_out is None:
+        d_out = torch.zeros_like(x if summed is None else summed)
+    d = d_out.contiguous()
+    d_normed = None if summed is None else d_normed
+    found: dict[str, Tensor | None] = {}
+    if tail.shared is not None or d_normed is not None:
+        by = inherit("tail_backward", backend)
+        d_sum, found["shared"], found["shared_gate"], found["shared_logit"], d_norm = tail_backward(
+            by, d, d_normed, summed, tail
+        )
+        if d_normed is not None:
+            d, found["norm_weight"] = d_sum, d_norm
+    wanted = Wanted(*(needs[name] for name in Wanted._fields))
+    if any(wanted):
+        by = inherit("experts_backward", backend)
+        grads_of = experts_backward(by, d.to(x.dtype), x, z, weights, stacks, plan, activation, wanted)
+        found |= zip(Wanted._fields, grads_of, strict=True)
+    return found | {"residual": d}
+
+
+_experts = define_form(
+    "experts",
+    _kernel,
+    fake=_fake,
+    rule=Rule(_keep, _backward, constant=1, sparse=True),
     reference=experts_reference,
-    fake=_experts_fake,
 )
-_experts_out = define(
-    f"experts_out({EXPERTS_SCHEMA}, Tensor(a!) out, Tensor(b!)? normed_out, {_FORMATS}, str? backend) -> ()",
-    _experts_out_kernel,
-    reference=None,
-    fake=lambda *_: None,
-)
+_experts_out = define_form("experts_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from moefuse.ops import experts as experts_page
-from moefuse.ops import replay
-from moefuse.ops.activation import check_activation
-from moefuse.ops.combine import Tail, check_tail, prepare_out
-from moefuse.ops.experts import Weight, apart, check_stacks, experts, unwrap_all
-from moefuse.ops.gate import gate
-from moefuse.ops.memory import check_outputs
-from moefuse.ops.select import select
-from moefuse.types import Activation, Routing
-
-_TENSORS = (
-    "x", "router", "norm_weight", "bias", "logit_bias", "per_expert_scale", "gate_up", "up", "down", "gate_up_bias",
-    "down_bias", "shared", "shared_gate", "shared_logit", "residual", "next_norm_weight", "out", "normed_out",
-)  # fmt: skip
+from moefuse.ops._core import replay
+from moefuse.ops._core.memory import check_outputs
+from moefuse.ops._core.select import select
+from moefuse.ops.combine import check_out, check_tail
+from moefuse.ops.combine_backward import tail_tensors
+from moefuse.ops.experts import check_stacks, experts, run_experts, stack_tensors, stacks_of
+from moefuse.ops.gate import check, gate, gate_reference
+from moefuse.ops.glu import check_activation
+from moefuse.types import Activation, Router, Routing, Stacks, Tail, Weight
 
 
 def moe(
@@ -58,7 +51,7 @@ def moe(
             the experts, too, see the normed x.
         shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `experts`.
         next_norm_weight, next_eps: the tail's norm.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         ``[T, H]``, or ``(out, normed)`` when ``next_norm_weight`` is given.
@@ -71,46 +64,72 @@ def moe(
     >>> moe(x, router, gate_up, down, Routing(top_k=1), activation="relu", residual=x)
     tensor([[ 5., 42.]])
     """
-    first, up = apart(gate_up)
-    stacks, specs = unwrap_all(first, up, down)
-    tensors = (
-        x, router, norm_weight, bias, logit_bias, per_expert_scale, *stacks, gate_up_bias, down_bias, shared,
-        shared_gate, shared_logit, residual, next_norm_weight, out, normed_out,
-    )  # fmt: skip
-    facts = ("experts", specs, backend, activation, layout, next_eps, type(next_eps), routing, eps, type(eps))
-    call = replay.sight(facts, tensors)
-    if call is not None and call.known is not None:
-        if out is not None or normed_out is not None:
-            check_outputs("moe", dict(zip(_TENSORS, tensors, strict=True)))
-        again: Tensor | tuple[Tensor, Tensor] = replay.repeat(_run, call, tensors)
-        return again
+    routes = Router(router, norm_weight, bias, logit_bias, per_expert_scale, eps)
+    stacks = stacks_of("moe", gate_up, down, gate_up_bias, down_bias, layout)
     tail = Tail(shared, shared_gate, shared_logit, residual, next_norm_weight, next_eps)
-    # What gate does not look at is checked before gate runs.
-    check_stacks("moe", x, first, up, down, check_activation("moe", activation), gate_up_bias, down_bias, layout)
-    check_tail("moe", tail, x.shape[0], x)
-    if out is not None or normed_out is not None:
-        named = dict(zip(_TENSORS, tensors, strict=True))
-        out, normed_out = prepare_out("moe", tail, x.shape[0], x, named)
+    values = (x, *routes, routing, *stacks, activation, *tail, out, normed_out)
+    call = replay.lookup("moe", backend, values)
+    rule = check_activation("moe", activation)
+    if call is None or call.record is None:
+        check_stacks("moe", x, stacks, rule)
+        check("moe", x, routes, routing, "router")
+        check_tail("moe", tail, x.shape[0], x)
+        check_out("moe", tail, x.shape[0], x, _tensors(x, routes, stacks, tail, out, normed_out))
+    elif out is not None or normed_out is not None:
+        check_outputs("moe", _tensors(x, routes, stacks, tail, out, normed_out))
+    if call is not None:
+        return replay.run(call, _run, backend, x, routes, routing, stacks, rule, tail, out, normed_out)
     weights, ids, normed = gate(
-        x, router, routing, norm_weight=norm_weight, eps=eps, bias=bias, logit_bias=logit_bias,
-        per_expert_scale=per_expert_scale, return_normed=True, backend=backend,
-    )  # fmt: skip
-    result = experts(
-        normed, ids, weights, gate_up, down, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias,
-        layout=layout, shared=shared, shared_gate=shared_gate, shared_logit=shared_logit, residual=residual,
-        norm_weight=next_norm_weight, eps=next_eps, out=out, normed_out=normed_out, backend=backend,
-    )  # fmt: skip
-    replay.admit(call)
-    return result
+        x,
+        router,
+        routing,
+        norm_weight=norm_weight,
+        eps=eps,
+        bias=bias,
+        logit_bias=logit_bias,
+        per_expert_scale=per_expert_scale,
+        return_normed=True,
+        backend=backend,
+    )
+    return experts(
+        normed,
+        ids,
+        weights,
+        gate_up,
+        down,
+        activation=rule,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        layout=layout,
+        **tail._asdict(),
+        out=out,
+        normed_out=normed_out,
+        backend=backend,
+    )
+
+
+def _tensors(
+    x: Tensor, router: Router, stacks: Stacks, tail: Tail, out: Tensor | None, normed_out: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Every tensor of a call, by its argument."""
+    after = {"next_norm_weight" if name == "norm_weight" else name: t for name, t in tail_tensors(tail).items()}
+    before = {"router" if name == "weight" else name: t for name, t in router._asdict().items() if name != "eps"}
+    return {"x": x, **before, **stack_tensors(stacks), **after, "out": out, "normed_out": normed_out}
 
 
 def _run(
-    facts: tuple[Any, ...], x: Tensor, router: Tensor, norm_weight: Tensor | None, bias: Any, logit_bias: Any,
-    per_expert_scale: Any, *rest: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    backend: str | None,
+    x: Tensor,
+    router: Router,
+    routing: Routing,
+    stacks: Stacks,
+    activation: Activation,
+    tail: Tail,
+    out: Tensor | None,
+    normed_out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """What a call that passed the checks does."""
-    backend, (routing, eps, _) = facts[2], facts[7:]
-    weights, ids, normed = select("gate", x, backend).run(
-        x, router, norm_weight, bias, logit_bias, per_expert_scale, eps, routing, norm_weight is not None
-    )
-    return experts_page.run(facts[:7], x if norm_weight is None else normed, ids, weights, *rest)
+    norms = router.norm_weight is not None
+    weights, ids, normed = select(gate_reference, x, backend, settled=True)(x, router, routing, norms)
+    rows = normed if norms else x
+    return run_experts(backend, rows, ids, weights, stacks, activation, tail, out, normed_out)

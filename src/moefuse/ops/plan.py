@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.checks import INTEGERS, check_tensor
-from moefuse.ops.library import define
-from moefuse.ops.select import select
+from moefuse.ops._core.checks import INTEGERS, check_tensor
+from moefuse.ops._core.library import define_form
+from moefuse.ops._core.select import select
 from moefuse.types import MAX_EXPERTS, Plan
 
 
@@ -20,7 +20,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
         ids: expert of each assignment ``[T, top_k]``, int32 or int64. An id outside ``[0, E)`` means "no expert":
             it sorts last, outside every expert. Duplicates in a row are legal, each slot counts.
         num_experts: ``E``.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         A `Plan`, ``O(S + E)`` in size. Inside an expert assignments keep their order, so the plan is reproducible.
@@ -32,7 +32,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
     ([1, 2, 0, 4, 5, 3], [2, 0, 1, 5, 3, 4])
     """
     check(ids, num_experts)
-    counts, offsets, order, inverse = _plan(ids, num_experts, backend)
+    counts, offsets, order, inverse = _plan(backend, ids, num_experts)
     return Plan(counts, offsets, order, inverse, ids.shape[1], trusted=True)
 
 
@@ -60,20 +60,15 @@ def plan_reference(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return counts, offsets, order.to(torch.int32), inverse
 
 
-def _plan_kernel(ids: Tensor, num_experts: int, backend: str | None) -> Any:
+def _kernel(backend: str | None, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if ids.numel() >= 2**31:  # asked here, where a traced program with any number of tokens comes, too
         raise ValueError(f"plan: at most 2**31 - 1 assignments fit, got {ids.numel()}")
-    return select("plan", ids, backend).run(ids, num_experts)
+    return select(plan_reference, ids, backend)(ids, num_experts)
 
 
-def _plan_fake(ids: Tensor, num_experts: int, backend: str | None) -> tuple[Tensor, ...]:
+def _fake(ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     S = ids.shape[0] * ids.shape[1]
     return tuple(ids.new_empty(n, dtype=torch.int32) for n in (num_experts, num_experts + 1, S, S))
 
 
-_plan = define(
-    "plan(Tensor ids, int num_experts, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _plan_kernel,
-    reference=plan_reference,
-    fake=_plan_fake,
-)
+_plan = define_form("plan", _kernel, reference=plan_reference, fake=_fake)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.backends.codes import sums_two
-from moefuse.ops.checks import check_float64, check_instance, check_optional, check_tensor, widen
-from moefuse.ops.library import define, refuse_second_order
-from moefuse.ops.select import inherit, select
+from moefuse.ops._core.arithmetic import fresh_like, widen
+from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
+from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
+from moefuse.ops._core.select import inherit
 from moefuse.types import MAX_EXPERTS, Routing
-
-ROUTING_SCHEMA = (
-    "int top_k, str score, bool renormalize, float scale, int groups, int top_groups, str group_score, "
-    "float? softcap, float? norm_floor, bool renormalize_after_scale"
-)
-#: the oldest of these goes first
-routing_of = functools.lru_cache(256)(Routing)
-
-
-def flatten(routing: Routing) -> tuple[Any, ...]:
-    """A rule as op arguments, in the order of its fields."""
-    return (
-        routing.top_k, routing.score, routing.renormalize, routing.scale, routing.groups, routing.top_groups,
-        routing.group_score, routing.softcap, routing.norm_floor, routing.renormalize_after_scale,
-    )  # fmt: skip
 
 
 def route(
@@ -46,7 +32,7 @@ def route(
         routing: the rule.
         bias: ``[E]``, added to the score for selection only; -inf masks an expert.
         per_expert_scale: ``[E]``, multiplies the weight of the selected expert.
-        backend: see `moefuse.ops.select`.
+        backend: see `moefuse.ops._core.select`.
 
     Returns:
         weights ``[T, top_k]`` float32 and ids ``[T, top_k]`` int32, largest score first, ties to the lowest id.
@@ -62,8 +48,7 @@ def route(
     tensor([[0.5000, 0.5000]])
     """
     check("route", logits, routing, bias, per_expert_scale)
-    weights, ids = _route(logits, bias, per_expert_scale, *flatten(routing), backend)
-    return weights, ids
+    return _route(backend, logits, bias, per_expert_scale, routing)
 
 
 def check_routing(op: str, routing: Routing, num_experts: int) -> None:
@@ -96,19 +81,57 @@ def _exactly(logits: Tensor) -> Tensor:
     return logits.double() if logits.device.type == "cpu" else logits
 
 
+def _softmax_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return scores * (grad - (grad * scores).sum(-1, keepdim=True))
+
+
+def _sigmoid_backward(grad: Tensor, _: Tensor, scores: Tensor) -> Tensor:
+    return grad * scores * (1 - scores)
+
+
+def _sqrtsoftplus(logits: Tensor) -> Tensor:
+    # softplus is e**x down there, and its root is taken before it underflows
+    return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
+
+
+def _sqrtsoftplus_backward(grad: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+    # A score that underflowed to zero has no derivative left.
+    return torch.where(scores > 0, grad * torch.sigmoid(logits) / (2 * scores), 0)
+
+
+class Score(NamedTuple):
+    """Logits to scores, row by row; and ``backward(grad, logits, scores)``."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+#: one row for each of `moefuse.types.SCORES`
+SCORES = {
+    "softmax": Score(lambda logits: torch.softmax(logits, dim=-1), _softmax_backward),
+    "sigmoid": Score(torch.sigmoid, _sigmoid_backward),
+    "sqrtsoftplus": Score(_sqrtsoftplus, _sqrtsoftplus_backward),
+}
+
+
+def _score(routing: Routing) -> Score:
+    if routing.score not in SCORES:
+        raise NotImplementedError(
+            f"reference: no kernels for the score {routing.score!r}, only for {', '.join(SCORES)}"
+        )
+    return SCORES[routing.score]
+
+
+def _capped(logits: Tensor, routing: Routing) -> Tensor:
+    return logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
+
+
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
-    if routing.softcap is not None:
-        capped = routing.softcap * torch.tanh(logits / routing.softcap)
-        # A masked expert stays masked: it has no part in the softmax either.
-        logits = capped.masked_fill(logits == -torch.inf, -torch.inf)
-    if routing.score == "softmax":
-        return torch.softmax(logits, dim=-1)
-    if routing.score == "sigmoid":
-        return torch.sigmoid(logits)
-    if routing.score == "sqrtsoftplus":
-        # softplus is e**x down there, and its root is taken before it underflows
-        return torch.where(logits < -40, torch.exp(logits / 2), F.softplus(logits).sqrt())
-    raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    # A masked expert stays masked: it has no part in the softmax either.
+    capped = (
+        logits if routing.softcap is None else _capped(logits, routing).masked_fill(logits == -torch.inf, -torch.inf)
+    )
+    return _score(routing).value(capped)
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -207,68 +230,55 @@ def route_backward_reference(
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-    if routing.score == "softmax":
-        d_logits = scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
-    elif routing.score == "sigmoid":
-        d_logits = d_scores * scores * (1 - scores)
-    elif routing.score == "sqrtsoftplus":
-        capped = logits if routing.softcap is None else routing.softcap * torch.tanh(logits / routing.softcap)
-        # A score that underflowed to zero has no slope left.
-        d_logits = torch.where(scores > 0, d_scores * torch.sigmoid(capped) / (2 * scores), 0)
-    else:
-        raise NotImplementedError(f"reference: no kernels for the score {routing.score!r}")
+    d_logits = _score(routing).backward(d_scores, _capped(logits, routing), scores)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)
 
 
-def _route_kernel(logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, *rest: Any) -> Any:
-    *rule, backend = rest
-    return select("route", logits, backend).run(logits, bias, per_expert_scale, routing_of(*rule))
+def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Weights and ids for as many tokens as ``like`` has, not filled."""
+    shape = (like.shape[0], routing.top_k)
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
 
 
-def _route_fake(logits: Tensor, bias: Any, per_expert_scale: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], top_k)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
+def _keep(
+    results: tuple[Tensor, Tensor],
+    backend: str | None,
+    logits: Tensor,
+    bias: Any,
+    scale: Tensor | None,
+    routing: Routing,
+) -> tuple[Any, ...]:
+    _, ids = results
+    return backend, logits, ids, scale, routing
 
 
-def _route_backward_kernel(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *rest: Any) -> Any:
-    *rule, backend = rest
-    return select("route_backward", logits, backend).run(grad, logits, ids, scale, routing_of(*rule))
-
-
-def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, scale: Tensor | None, *_: Any) -> Any:
-    return logits.new_empty(logits.shape), logits.new_empty(0) if scale is None else scale.new_empty(scale.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, per_expert_scale, *rule, backend = inputs
-    ctx.save_for_backward(logits, output[1], per_expert_scale)
-    ctx.rule, ctx.backend = rule, backend
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, d_weights: Tensor, _: Any) -> tuple[Any, ...]:
-    logits, ids, scale = ctx.saved_tensors
-    backend = inherit("route_backward", ctx.backend)
-    d_logits, d_scale = _route_backward(d_weights, logits, ids, scale, *ctx.rule, backend)
-    return d_logits, None, None if scale is None else d_scale, *(None for _ in ctx.rule), None
+def _backward(
+    needs: Mapping[str, bool],
+    grads: tuple[Tensor, Tensor],
+    backend: str | None,
+    logits: Tensor,
+    ids: Tensor,
+    per_expert_scale: Tensor | None,
+    routing: Routing,
+) -> Gradients:
+    d_weights, _ = grads
+    by = inherit("route_backward", backend)
+    d_logits, d_scale = _route_backward(by, d_weights, logits, ids, per_expert_scale, routing)
+    return {"logits": d_logits, "per_expert_scale": d_scale}
 
 
 _route = define(
-    f"route(Tensor logits, Tensor? bias, Tensor? per_expert_scale, {ROUTING_SCHEMA}, str? backend) -> (Tensor, Tensor)",
-    _route_kernel,
-    reference=route_reference,
-    fake=_route_fake,
-    backward=_backward,
-    setup_context=_setup_context,
+    route_reference,
+    "logits",
+    fake=lambda logits, _bias, _scale, routing: fresh_routes(logits, routing),
+    rule=Rule(_keep, _backward),
 )
 _route_backward = define(
-    f"route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? per_expert_scale, {ROUTING_SCHEMA}, "
-    "str? backend) -> (Tensor, Tensor)",
-    _route_backward_kernel,
-    reference=route_backward_reference,
-    fake=_route_backward_fake,
-    backward=refuse_second_order("route"),
+    route_backward_reference,
+    "logits",
+    fake=lambda _grad, logits, _ids, scale, _routing: fresh_like(logits, logits, scale),
+    rule=refuse_second_order("route"),
 )

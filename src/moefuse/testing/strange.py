@@ -1,14 +1,23 @@
 """Tensors that mean what another one means and lie in memory as a user's may: sliced, strided, expanded, negated.
 
-The gaps of a view hold NaN (in integers a large number), so that a kernel which reads them is seen.
+The gaps of a view hold NaN (in integers a large number), so that a kernel which reads them is seen. `strange_cases`
+says which tensor of which case takes which form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from moefuse.testing.inputs import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from moefuse.testing.cases import Case
 
 Form = Callable[[Tensor], Tensor]
 
@@ -61,3 +70,70 @@ FORMS: dict[str, Form] = {
     "offset": _offset,
     "negated": _negated,
 }
+
+
+@dataclass(frozen=True)
+class Strange:
+    """Which tensor of a case lies strangely: the ``index``-th of an argument (a tuple, a plan), or every gradient of a
+    result where the argument is `GRADIENT`."""
+
+    argument: str
+    index: int
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}[{self.index}] {self.form}"
+
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with that tensor in its form."""
+        if self.argument == GRADIENT:
+            return inputs
+        counter = itertools.count()
+        changed = map_tensors(
+            inputs[self.argument], lambda t: FORMS[self.form](t) if next(counter) == self.index else t
+        )
+        return {**inputs, self.argument: changed}
+
+
+#: stands for what `Strange` calls an argument: the gradients that a backward pass begins with
+GRADIENT = "gradient"
+# Where equal values make ties that float32 may decide otherwise than float64, no permutation, or sums that cancel.
+_NEVER_EXPANDED = {
+    "route": ("bias",),
+    "gate": ("weight", "norm_weight", "logit_bias"),
+    "moe": ("router", "norm_weight"),
+    "combine": ("inverse",),
+    "grouped_linear": ("plan",),
+    "grouped_outer": ("plan", "x"),
+}
+
+
+def strange_forms(case: Case) -> Iterator[Strange]:
+    """Every tensor of a case in every form it can have."""
+    for argument, value in case.inputs(0, torch.float32).items():
+        for index, t in enumerate(tensors_in(value)):
+            for form in FORMS:
+                # Blocks follow each other without gaps, and bytes have no sign.
+                blocks = t.dtype == torch.uint8 and form not in ("expanded", "offset")
+                ties = form == "expanded" and argument in _NEVER_EXPANDED.get(case.op, ())
+                if not blocks and not ties and not (form == "transposed" and t.dim() < 2):
+                    yield Strange(argument, index, form)
+    if case.gradients:
+        yield from (Strange(GRADIENT, 0, form) for form in FORMS)
+
+
+def strange_cases(cases: Iterable[Case], *, one: bool = False) -> Iterator[tuple[Case, Strange]]:
+    """Every form of every tensor that the ops of these cases take, each on the first case that has it.
+
+    ``one``: of each tensor one form, by turns, for who has little time.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    for case in cases:
+        for strange in strange_forms(case):
+            tensor = (case.op, bool(case.specs), strange.argument, strange.index)
+            if one and strange.form != tuple(FORMS)[len(seen) % len(FORMS)]:
+                continue
+            key = tensor if one else (*tensor, strange.form)
+            if key not in seen and (not case.specs or strange.argument in ("weight", "gate_up", "down")):
+                seen.add(key)
+                yield case, strange

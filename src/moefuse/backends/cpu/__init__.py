@@ -9,30 +9,30 @@ import torch
 
 from moefuse import config
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu.activation import glu, glu_backward
 from moefuse.backends.cpu.combine import combine, combine_backward, tail_backward
-from moefuse.backends.cpu.experts import experts, experts_backward, experts_saving
+from moefuse.backends.cpu.experts import experts, experts_backward
 from moefuse.backends.cpu.gate import gate, gate_backward
-from moefuse.backends.cpu.grouped_linear import grouped_linear, grouped_outer
+from moefuse.backends.cpu.glu import glu, glu_backward
+from moefuse.backends.cpu.grouped_linear import grouped_linear
+from moefuse.backends.cpu.grouped_outer import grouped_outer
 from moefuse.backends.cpu.plan import plan
 from moefuse.backends.cpu.route import route, route_backward
 
 OPS: dict[str, Callable[..., Any]] = {
     "route": route,
+    "route_backward": route_backward,
     "gate": gate,
+    "gate_backward": gate_backward,
     "plan": plan,
     "grouped_linear": grouped_linear,
     "grouped_outer": grouped_outer,
     "glu": glu,
-    "combine": combine,
-    "experts": experts,
-    "experts_saving": experts_saving,
-    "experts_backward": experts_backward,
     "glu_backward": glu_backward,
+    "combine": combine,
     "combine_backward": combine_backward,
     "tail_backward": tail_backward,
-    "route_backward": route_backward,
-    "gate_backward": gate_backward,
+    "experts": experts,
+    "experts_backward": experts_backward,
 }
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FORMATS = frozenset(_native.FORMATS)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from moefuse.backends.metal import launch
-from moefuse.backends.metal.activation import glu, glu_backward
-from moefuse.backends.metal.codes import BLOCKS
-from moefuse.backends.metal.combine import combine, combine_backward
+from moefuse.backends.metal import codes, launch
+from moefuse.backends.metal.combine import combine
+from moefuse.backends.metal.combine_backward import combine_backward
 from moefuse.backends.metal.experts import experts
 from moefuse.backends.metal.gate import gate
-from moefuse.backends.metal.grouped_linear import grouped_linear, grouped_outer
+from moefuse.backends.metal.glu import glu, glu_backward
+from moefuse.backends.metal.grouped_linear import grouped_linear
+from moefuse.backends.metal.grouped_outer import grouped_outer
 from moefuse.backends.metal.plan import plan
 from moefuse.backends.metal.route import route
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-FORMATS = frozenset(BLOCKS)
+FORMATS = frozenset(codes.BLOCKS)
+#: its experts keeps no pre-activations for a backward pass
+SAVES = False
 OPS = {
     "route": route,
     "gate": gate,
@@ -41,5 +42,5 @@ def emulates() -> tuple[str, ...]:
     return ("cpu",) if launch.EMULATED else ()
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, str]:
     return {"device": "the shader simulator, on the processor" if launch.EMULATED else "Apple GPU, through torch.mps"}

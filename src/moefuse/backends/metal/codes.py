@@ -1,30 +1,41 @@
-"""Names as numbers for the shaders, and the enums that give the shaders the same numbers."""
+"""The names that the shaders know, read off their own text, and the macros that hand them the numbers of those names.
+
+An activation is one function ``glu_<kind>`` in activation.metal, a format one ``decode_<format>`` in weights.metal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 
 from moefuse.backends.codes import Codes
+from moefuse.backends.metal.shaders import text_of
 from moefuse.quant.formats import FORMATS
 from moefuse.types import ACTIVATION_KINDS, SCORES
 
-KINDS = Codes(
-    "metal", "activation", ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp"),
-    ACTIVATION_KINDS,
-)  # fmt: skip
-NO_ACTIVATION = -1
+
+def _functions(name: str, start: str) -> list[str]:
+    """The functions of a shader that begin so, without that beginning."""
+    return re.findall(rf"^inline {start}(\w+)\(", text_of(name), re.MULTILINE)
+
+
+KINDS = Codes("metal", "activation", _functions("activation", "Glu glu_"), ACTIVATION_KINDS)
 SCORE = Codes("metal", "score", ("softmax", "sigmoid", "sqrtsoftplus"), SCORES)
 #: 0 is numbers
-BLOCKS = Codes("metal", "format", ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K"), FORMATS, first=1)
+BLOCKS = Codes("metal", "format", _functions("weights", "float4 decode_"), FORMATS, first=1)
 
 
-def _enum(name: str, codes: Mapping[str, int]) -> str:
-    return f"enum {name} {{ {', '.join(f'{entry.upper()} = {code}' for entry, code in codes.items())} }};\n"
+def _each(name: str, rows: Iterable[str]) -> str:
+    """A macro that applies its argument, a macro too, to every row."""
+    return f"#define {name}(X) {' '.join(f'X({row})' for row in rows)}\n"
+
+
+def _macros() -> str:
+    formats = [(code, FORMATS[name]) for name, code in BLOCKS.items()]
+    kinds = _each("ACTIVATIONS", (f"{code}, {kind}" for kind, code in KINDS.items()))
+    blocks = _each("FORMATS", (f"{code}, {row.name}, {row.values}, {row.nbytes}" for code, row in formats))
+    return kinds + blocks + "".join(f"#define {score.upper()} {code}\n" for score, code in SCORE.items())
 
 
 #: stands before every shader
-ENUMS = (
-    _enum("Kind", {"no_activation": NO_ACTIVATION, **KINDS})
-    + _enum("Score", SCORE)
-    + _enum("Blocks", {"numbers": 0, **BLOCKS})
-)
+MACROS = _macros()

@@ -6,53 +6,45 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal import tiles
-from moefuse.backends.metal.launch import ceil_div, launch, or_stand_in, wide
+from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in, wide
 from moefuse.backends.metal.route import experts_per_lane, results, rule_numbers, rule_of
-from moefuse.types import Routing
+from moefuse.types import Router, Routing
 
 
-def gate(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None,
-    bias: Tensor | None,
-    logit_bias: Tensor | None,
-    per_expert_scale: Tensor | None,
-    eps: float,
-    routing: Routing,
-    return_normed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (T, H), E = x.shape, weight.shape[0]
+def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (T, H), weight, E = x.shape, router.weight, router.weight.shape[0]
     weights, ids = results(T, routing, x.device)
     normed = torch.empty(x.shape if return_normed else 0, dtype=x.dtype, device=x.device)
-    norm = or_stand_in(norm_weight, x)
-    added, logit_added = or_stand_in(bias, weights), or_stand_in(logit_bias, weights)
-    factor = or_stand_in(per_expert_scale, weights)
-    aligned = wide(x, weight, norm)
-    macros = {
-        "X_T": x.dtype, "ROUTER_T": weight.dtype, "NORM_T": norm.dtype, "LOGIT_BIAS_T": logit_added.dtype,
-        "BIAS_T": added.dtype, "SCALE_T": factor.dtype, "LOGITS_T": torch.float32,
-        "EXPERTS_PER_LANE": experts_per_lane(E), "WIDE": aligned,
-    }  # fmt: skip
-    files = ("route", "gate")
-    sizes = [H, x.stride(0), weight.stride(0), int(norm_weight is not None), int(return_normed),
-             int(logit_bias is not None)]  # fmt: skip
-    after = (
-        norm, logit_added, added, factor, weights, ids, normed if return_normed else x,
-        rule_of(routing, E, bias, per_expert_scale), rule_numbers(routing), sizes, float(eps),
-    )  # fmt: skip
-    if T <= tiles.GATE_FEW_TOKENS and E * H <= tiles.WHOLE_ROUTER:
-        launch("gate_whole", files, macros, (T,), 32 * min(32, E), x, weight, *after)
+    norm, logit_bias = or_stand_in(router.norm_weight, x), or_stand_in(router.logit_bias, weights)
+    bias, scale = or_stand_in(router.bias, weights), or_stand_in(router.per_expert_scale, weights)
+    macros: dict[str, Macro] = {
+        "X_T": x.dtype,
+        "ROUTER_T": weight.dtype,
+        "NORM_T": norm.dtype,
+        "LOGIT_BIAS_T": logit_bias.dtype,
+        "BIAS_T": bias.dtype,
+        "SCALE_T": scale.dtype,
+        "LOGITS_T": torch.float32,
+        "EXPERTS_PER_LANE": experts_per_lane(E),
+        "WIDE": wide(x, weight, norm),
+    }
+    shader = Shader(("route", "gate"), macros)
+    has_norm, has_logit_bias = given(router.norm_weight, router.logit_bias)
+    sizes = [H, x.stride(0), weight.stride(0), has_norm, int(return_normed), has_logit_bias]
+    rule = rule_of(routing, E, router.bias, router.per_expert_scale), rule_numbers(routing)
+    buffers = norm, logit_bias, bias, scale, weights, ids, normed if return_normed else x
+    if T <= tiles.GATE_DECODE_TOKENS and E * H <= tiles.WHOLE_ROUTER:
+        group_size = 32 * min(32, E)
+        shader.launch("gate_whole", (T,), group_size, x, weight, *buffers, *rule, sizes, float(router.eps))
         return weights, ids, normed
     logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
-    if T <= tiles.GATE_FEW_TOKENS:
-        launch("gate_logits", files, macros, (ceil_div(E, 8), T), 256, x, weight, norm, logits, sizes, E)
+    if T <= tiles.GATE_DECODE_TOKENS:
+        shader.launch("gate_logits", (ceil_div(E, 8), T), 256, x, weight, norm, logits, sizes, E)
     else:
-        launch(
-            "gate_logits_tiled", ("blocks", "tiles", "gate_tiled"),
-            {"X_T": x.dtype, "W_T": weight.dtype, "NORM_T": norm.dtype, "WIDE": aligned},
-            (ceil_div(E, tiles.BLOCK_N), ceil_div(T, tiles.BLOCK_M)), 128, x, weight, norm, logits,
-            [T, E, H, x.stride(0), weight.stride(0), int(norm_weight is not None)],
-        )  # fmt: skip
-    launch("gate_route", files, macros, (T,), 32, x, logits, *after)
+        shared = {name: macros[name] for name in ("X_T", "NORM_T", "WIDE")}
+        tiled = Shader(("weights", "tiles", "gate_tiled"), {**shared, "W_T": weight.dtype})
+        groups = ceil_div(E, tiles.TILE_N), ceil_div(T, tiles.TILE_M)
+        tiled_sizes = [T, E, H, x.stride(0), weight.stride(0), has_norm]
+        tiled.launch("gate_logits_tiled", groups, 128, x, weight, norm, logits, tiled_sizes)
+    shader.launch("gate_route", (T,), 32, x, logits, *buffers, *rule, sizes, float(router.eps))
     return weights, ids, normed

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefuse.backends.metal.codes import ENUMS
+from moefuse.backends.metal import codes
+from moefuse.backends.metal.shaders import text_of
 
 #: what compiles a shader's source; the simulator puts itself here
 compile_shader: Callable[[str], Any] = torch.mps.compile_shader
 #: whether it takes processor tensors, as the simulator does
 EMULATED = False
 
-_HOME = Path(__file__).parent
+#: an element type, a number or text
+Macro = torch.dtype | int | str
+#: ints arrive as int64, floats as float32, a list of either as the fields of a struct
+Argument = Tensor | int | float | list[int] | list[float]
+
 _TYPES = {
     torch.float32: "float",
     torch.float16: "half",
@@ -29,16 +33,15 @@ _TYPES = {
 
 
 @functools.lru_cache(512)
-def source(files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]) -> str:
-    """The text of a library: macros, enums, what all kernels share, then ``files`` in their order."""
-    lines = [f"#define {name} {_TYPES.get(value, value)}\n" for name, value in macros]
-    texts = ((_HOME / f"{name}.metal").read_text(encoding="ascii") for name in ("common", *files))
-    return "".join((*lines, ENUMS, *texts))
+def source(files: tuple[str, ...], macros: tuple[tuple[str, Macro], ...]) -> str:
+    """The text of a library: macros, what all kernels share, then ``files`` in their order."""
+    lines = (f"#define {name} {_TYPES[value] if isinstance(value, torch.dtype) else value}\n" for name, value in macros)
+    return "".join((*lines, codes.MACROS, *(text_of(name) for name in ("common", *files))))
 
 
 @functools.lru_cache(512)
 def _kernel(
-    compiler: Callable[[str], Any], name: str, files: tuple[str, ...], macros: tuple[tuple[str, Any], ...]
+    compiler: Callable[[str], Any], name: str, files: tuple[str, ...], macros: tuple[tuple[str, Macro], ...]
 ) -> Any:
     return getattr(_library(compiler, source(files, macros)), name)
 
@@ -48,24 +51,29 @@ def _library(compiler: Callable[[str], Any], text: str) -> Any:
     return compiler(text)
 
 
-def launch(
-    name: str, files: tuple[str, ...], macros: dict[str, Any], groups: tuple[int, ...], group_size: int, *args: Any
-) -> None:
-    """Run a kernel on ``groups`` threadgroups of ``group_size`` threads in a row. An empty grid is no launch.
+class Shader(NamedTuple):
+    """Files that are compiled together, each needing those before it, and their macros."""
 
-    ``macros`` values are element types, or text. Arguments are tensors, ints (int64 there), floats (float32) and lists
-    of either, which the kernel takes as a struct.
-    """
-    if 0 in groups:
-        return
-    kernel = _kernel(compile_shader, name, files, tuple(macros.items()))
-    flat = (1,) * (len(groups) - 1)
-    kernel(*args, threads=(groups[0] * group_size, *groups[1:]), group_size=(group_size, *flat))
+    files: tuple[str, ...]
+    macros: dict[str, Macro]
+
+    def launch(self, name: str, groups: tuple[int, ...], group_size: int, *args: Argument) -> None:
+        """Run a kernel on ``groups`` threadgroups of ``group_size`` threads in a row. An empty grid is no launch."""
+        if 0 in groups:
+            return
+        kernel = _kernel(compile_shader, name, self.files, tuple(self.macros.items()))
+        flat = (1,) * (len(groups) - 1)
+        kernel(*args, threads=(groups[0] * group_size, *groups[1:]), group_size=(group_size, *flat))
 
 
 def or_stand_in(t: Tensor | None, stand_in: Tensor) -> Tensor:
     """``t``, or where there is none ``stand_in``, which the kernel is told not to read."""
     return stand_in if t is None else t
+
+
+def given(*tensors: Tensor | None) -> list[int]:
+    """Which of them are there, as kernels are told: 1 or 0 each."""
+    return [int(t is not None) for t in tensors]
 
 
 def wide(*tensors: Tensor) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.backends.metal.launch import ceil_div, launch
+from moefuse.backends.metal.launch import Shader, ceil_div
 
-#: assignments in a block, as plan.metal has it
-_BLOCK_S = 256
+#: assignments in a chunk, as plan.metal has it
+_CHUNK = 256
 
 
 def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -16,14 +16,14 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
     counts, offsets, order, inverse = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (E, E + 1, S, S))
     if S == 0:
         return counts.zero_(), offsets.zero_(), order, inverse
-    blocks = ceil_div(S, _BLOCK_S)
-    sizes = [S, E, blocks]
-    files, macros = ("plan",), {"ID_T": ids.dtype}
-    if blocks == 1:
-        launch("plan_few", files, macros, (1,), _BLOCK_S, ids, counts, offsets, order, inverse, sizes)
+    chunks = ceil_div(S, _CHUNK)
+    sizes = [S, E, chunks]
+    shader = Shader(("plan",), {"ID_T": ids.dtype})
+    if chunks == 1:
+        shader.launch("plan_small", (1,), _CHUNK, ids, counts, offsets, order, inverse, sizes)
         return counts, offsets, order, inverse
-    table = torch.empty((E + 1, blocks), dtype=torch.int32, device=ids.device)
-    launch("plan_count", files, macros, (blocks,), _BLOCK_S, ids, table, sizes)
-    launch("plan_scan", files, macros, (1,), 1024, table, counts, offsets, sizes)
-    launch("plan_place", files, macros, (blocks,), _BLOCK_S, ids, table, offsets, order, inverse, sizes)
+    table = torch.empty((E + 1, chunks), dtype=torch.int32, device=ids.device)
+    shader.launch("plan_count", (chunks,), _CHUNK, ids, table, sizes)
+    shader.launch("plan_scan", (1,), 1024, table, counts, offsets, sizes)
+    shader.launch("plan_place", (chunks,), _CHUNK, ids, table, offsets, order, inverse, sizes)
     return counts, offsets, order, inverse

@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.codes import sums_two
-from moefuse.backends.metal.codes import SCORE
-from moefuse.backends.metal.launch import launch, or_stand_in
+from moefuse.backends.metal import codes
+from moefuse.backends.metal.launch import Shader, given, or_stand_in
 from moefuse.types import Routing
 
 
 def rule_of(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> list[int]:
     """The fields of ``Rule`` in route.metal."""
-    return [
-        E, routing.top_k, SCORE[routing.score], int(routing.renormalize), int(routing.renormalize_after_scale),
-        routing.groups, routing.top_groups, int(sums_two(routing.group_score)), int(routing.softcap is not None),
-        int(bias is not None), int(per_expert_scale is not None),
-    ]  # fmt: skip
+    score, renormalize = codes.SCORE[routing.score], (routing.renormalize, routing.renormalize_after_scale)
+    groups = (routing.groups, routing.top_groups, sums_two(routing.group_score))
+    rule = (E, routing.top_k, score, *renormalize, *groups, routing.softcap is not None)
+    return [*map(int, rule), *given(bias, per_expert_scale)]
 
 
 def rule_numbers(routing: Routing) -> list[float]:
@@ -45,10 +44,8 @@ def route(
     T, E = logits.shape
     weights, ids = results(T, routing, logits.device)
     added, factor = or_stand_in(bias, weights), or_stand_in(per_expert_scale, weights)
-    macros = {"LOGITS_T": logits.dtype, "BIAS_T": added.dtype, "SCALE_T": factor.dtype,
-              "EXPERTS_PER_LANE": experts_per_lane(E)}  # fmt: skip
-    launch(
-        "route", ("route",), macros, (T,), 32, logits, added, factor, weights, ids,
-        rule_of(routing, E, bias, per_expert_scale), rule_numbers(routing), logits.stride(0),
-    )  # fmt: skip
+    types = {"LOGITS_T": logits.dtype, "BIAS_T": added.dtype, "SCALE_T": factor.dtype}
+    shader = Shader(("route",), {**types, "EXPERTS_PER_LANE": experts_per_lane(E)})
+    rule, numbers = rule_of(routing, E, bias, per_expert_scale), rule_numbers(routing)
+    shader.launch("route", (T,), 32, logits, added, factor, weights, ids, rule, numbers, logits.stride(0))
     return weights, ids

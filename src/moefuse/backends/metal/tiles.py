@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 #: rows and columns of a product tile, as tiles.metal has them
-BLOCK_M, BLOCK_N = 32, 64
+TILE_M, TILE_N = 32, 64
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
-FEW_TOKENS = 8
+DECODE_TOKENS = 8
 
 #: a router of at most this many elements is read by one threadgroup, in the same launch that routes
 WHOLE_ROUTER = 2**18
 
 #: above this many tokens the router is a product in tiles
-GATE_FEW_TOKENS = 32
+GATE_DECODE_TOKENS = 32

@@ -56,7 +56,7 @@ def _down_by_columns(
     hidden: Tensor, weights: Tensor, stacks: Stacks, plan: Plan, ids: Tensor, tail: Tail, outputs: Outputs
 ) -> None:
     """The down product and its sum, some columns at a time where all of them would be much memory."""
-    assert isinstance(stacks.down, Tensor)
+    _, _, weight = stacks.numbers
     T, H = outputs.out.shape
     S, E, size = plan.assignments, plan.num_experts, hidden.element_size()
     tile, width = product_tile(S / E, size, False, hidden.device), slot_columns(S, H, size)
@@ -66,7 +66,7 @@ def _down_by_columns(
         summed = torch.empty((T, H), dtype=torch.float32, device=hidden.device)
     for first in range(0, H, width):
         some = slice(first, first + width)
-        down = Weights.of(stacks.down[:, some], None if stacks.down_bias is None else stacks.down_bias[:, some])
+        down = Weights.of(weight[:, some], None if stacks.down_bias is None else stacks.down_bias[:, some])
         y = torch.empty((S, down.w.data.shape[1]), dtype=hidden.dtype, device=hidden.device)
         product(hidden, down, plan, None, y, tile)
         if summed is None:

@@ -19,7 +19,6 @@ from moefuse.backends.triton.grouped_linear import described, find_tile, most_ti
 from moefuse.backends.triton.grouped_outer import outer
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import Tile, slot_columns, transposed_tile
-from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Stacks, Wanted
 
 
@@ -289,10 +288,7 @@ def experts_backward(
     wanted: Wanted,
     reuse_z: bool,
 ) -> tuple[Tensor, ...]:
-    gate_up, up, down = stacks.gate_up, stacks.up, stacks.down
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
-    assert not isinstance(up, QuantTensor)
+    gate_up, up, down = stacks.numbers
     (T, _), (_, H, I), S, size = weights.shape, down.shape, plan.assignments, x.element_size()
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     grads = {name: torch.empty(0, **like) for name in Wanted._fields}

@@ -181,8 +181,9 @@ def _gate_route_kernel(
     launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     T = tl.num_programs(0)
-    e = tl.arange(0, RULE.block_e)
-    logits = tl.zeros([RULE.block_e], tl.float32)
+    BLOCK_E: tl.constexpr = RULE.block_e
+    e = tl.arange(0, BLOCK_E)
+    logits = tl.zeros([BLOCK_E], tl.float32)
     for chunk in range(chunks):
         logits += tl.load(logits_ptr + (row + T * chunk) * E + e, mask=e < E, other=float("-inf"))
     if norm_ptr is not None:

@@ -51,7 +51,7 @@ __all__ = ["CompileError", "Dispatches", "Fault", "Library", "compile_shader", "
 def install() -> None:
     """Make the simulator the compiler of the metal backend, which then serves processor tensors."""
     from moefuse.backends.metal import launch
-    from moefuse.ops import select
+    from moefuse.ops._core import select
 
     launch.compile_shader = compile_shader
     launch.EMULATED = True

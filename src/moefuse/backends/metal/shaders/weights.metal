@@ -1,0 +1,102 @@
+// Weights as numbers, whatever they lie in: four neighbours of a row at a time, from a column divisible by four.
+// Macro: WIDE. A row of blocks is bytes, laid out as in moefuse/quant/blocks.py. Each format is one function
+// decode_<format>: values at to at + 3 of a block. codes.py finds them by their names and writes FORMATS.
+
+// The format of plain numbers.
+constant int NUMBERS = 0;
+
+// The half at p, which need not be aligned.
+inline float half_at(device const uchar* p) { return float(as_type<half>(ushort(uint(p[0]) | (uint(p[1]) << 8)))); }
+
+inline int signed_byte(uchar value) { return value < 128 ? int(value) : int(value) - 256; }
+
+// The 6-bit scale (x) and minimum (y) of sub-block j of a Q4_K or Q5_K block, from its 12 packed bytes.
+inline float2 scale_and_least(device const uchar* packed, int j) {
+    uint later = packed[j + 4];
+    if (j < 4) return float2(float(packed[j] & 63u), float(later & 63u));
+    uint scale = (later & 15u) | ((uint(packed[j - 4]) >> 6) << 4);
+    uint least = (later >> 4) | ((uint(packed[j]) >> 6) << 4);
+    return float2(float(scale), float(least));
+}
+
+// Four of the nibbles of a Q4_K or Q5_K block, from value `at` on.
+inline float4 nibbles4(device const uchar* nibbles, int at) {
+    int run = at / 32;
+    float4 found = float4(0.0f);
+    for (int i = 0; i < 4; ++i) {
+        uint both = nibbles[32 * (run / 2) + at % 32 + i];
+        found[i] = float((both >> (4 * (run % 2))) & 15u);
+    }
+    return found;
+}
+
+inline float4 scaled_from_least(device const uchar* block, int at, float4 found) {
+    float2 factors = scale_and_least(block + 4, at / 32);
+    return half_at(block) * factors.x * found - half_at(block + 2) * factors.y;
+}
+
+inline float4 decode_Q4_K(device const uchar* block, int at) {
+    return scaled_from_least(block, at, nibbles4(block + 16, at));
+}
+
+inline float4 decode_Q6_K(device const uchar* block, int at) {
+    int run = at / 32;
+    int l = at % 32;
+    int part = run % 4;
+    device const uchar* low = block + 64 * (run / 4) + 32 * (part % 2) + l;
+    device const uchar* high = block + 128 + 32 * (run / 4) + l;
+    float4 found = float4(0.0f);
+    for (int i = 0; i < 4; ++i) {
+        uint q = ((uint(low[i]) >> (4 * (part / 2))) & 15u) | (((uint(high[i]) >> (2 * part)) & 3u) << 4);
+        found[i] = float(q) - 32.0f;
+    }
+    float scale = float(signed_byte(block[192 + 2 * run + l / 16]));
+    return half_at(block + 208) * scale * found;
+}
+
+inline float4 decode_Q8_0(device const uchar* block, int at) {
+    float4 found = float4(0.0f);
+    for (int i = 0; i < 4; ++i) found[i] = float(signed_byte(block[2 + at + i]));
+    return half_at(block) * found;
+}
+
+inline float4 decode_Q4_0(device const uchar* block, int at) {
+    float4 found = float4(0.0f);
+    for (int i = 0; i < 4; ++i) {
+        uint both = block[2 + at % 16 + i];
+        found[i] = float(at < 16 ? both & 15u : both >> 4) - 8.0f;
+    }
+    return half_at(block) * found;
+}
+
+inline float4 decode_Q5_K(device const uchar* block, int at) {
+    float4 found = nibbles4(block + 48, at);
+    for (int i = 0; i < 4; ++i) found[i] += float(((uint(block[16 + at % 32 + i]) >> (at / 32)) & 1u) << 4);
+    return scaled_from_least(block, at, found);
+}
+
+// Columns k to k + 3 of a row of blocks, or of numbers. A format that is not here gives NaN.
+inline float4 weight4(int format, device const uchar* row, long k) {
+#define CHOOSE(code, name, values, bytes) \
+    case code: return decode_##name(row + k / values * bytes, int(k % values));
+    switch (format) { FORMATS(CHOOSE) }
+#undef CHOOSE
+    return float4(not_a_number());
+}
+
+template <typename T>
+inline float4 weight4(int format, device const T* row, long k) {
+    return load4<T, WIDE>(row + k);
+}
+
+// This lane's share of a row's product with h; only numbers may leave a rest of K over.
+template <typename T>
+inline float row_share(int format, device const float* h, device const T* row, long K, uint lane) {
+    float4 sum = float4(0.0f);
+    long whole = K / 4 * 4;
+    for (long k = 4 * long(lane); k < whole; k += 128) sum += load4<float, WIDE>(h + k) * weight4(format, row, k);
+    float total = sum4(sum);
+    long k = whole + long(lane);
+    if (k < K) total += h[k] * float(row[k]);
+    return total;
+}
