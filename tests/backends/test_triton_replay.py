@@ -70,10 +70,7 @@ class Block:
 
 def recordings(of_blocks: bool = True) -> int:
     """How many there are of whole blocks, or of parts of one: gate and experts."""
-    return sum(
-        record.again is not None and of_blocks == (facts[0] == "experts" and ROUTING in facts)
-        for (facts, *_), record in replay._RECORDS.items()
-    )
+    return sum(record.again is not None and of_blocks == (key.op == "moe") for key, record in replay._RECORDS.items())
 
 
 @pytest.mark.parametrize("T", [1, 2, 6])
@@ -197,7 +194,7 @@ def test_mistakes_are_refused_every_time(device: str) -> None:
         block.check(x, x)
         with pytest.raises(ValueError, match=r"moe: residual must be \[T=1, H=48\], got T=2"):
             block(x, block.random(2, H))
-        with pytest.raises(TypeError, match="gate: eps must be a number, got bool"):
+        with pytest.raises(TypeError, match="moe: eps must be a number, got bool"):
             block(x, x, eps=True)
         with pytest.raises(TypeError, match="moe: activation must be a name or an Activation, got list"):
             block(x, x, activation=["silu"])
