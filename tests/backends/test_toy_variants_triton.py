@@ -78,9 +78,9 @@ def test_a_toy_activation(gated: bool, rng: torch.Generator, monkeypatch: pytest
 @pytest.mark.parametrize("T", [1, 6], ids=["decode", "tiles"])
 def test_both_in_experts(T: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACTIVATIONS, "toy_half", toy_half)
-    monkeypatch.setitem(DECODERS, "TOY", toy)
     module = next(row for row in backends.BACKENDS if row.name == BACKEND).load()
-    monkeypatch.setattr(module, "FORMATS", frozenset(DECODERS))
+    monkeypatch.setattr(module, "FORMATS", module.FORMATS | {"TOY"})
+    monkeypatch.setitem(DECODERS, "TOY", toy)
 
     def blocks(*shape: int) -> QuantTensor:
         return QuantTensor(torch.randint(256, shape, generator=rng, dtype=torch.uint8).to(DEVICE), "TOY", exact=True)
