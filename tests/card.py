@@ -277,7 +277,7 @@ def captured_first() -> str | None:
     """Counters that no eager call has made yet are part of the graph; kernels are compiled before, or cannot load."""
     import torch
 
-    from moefuse.backends.triton import launch
+    from moefuse.backends.triton.runtime import launch
 
     block, x, _ = make_block(2, torch.bfloat16)
     with torch.inference_mode():

@@ -104,17 +104,16 @@ def test_a_name_that_is_in_no_list_fails_when_the_backend_loads() -> None:
         Codes("metal", "activation", ("silu", "toy"), types.ACTIVATION_KINDS)
 
 
-def test_triton_fails_to_compile_what_it_does_not_know() -> None:
+def test_triton_fails_to_compile_a_score_it_does_not_know() -> None:
     """Even a call that went past the check: the last branch asserts its name."""
     if ("triton", "cpu") not in cases.runnable(emulated=True):
         pytest.skip("needs Triton's interpreter")
-    from moefuse.backends.triton import activation
+    from moefuse.backends.triton import route
 
-    x = torch.ones(4)
+    logits, weights, ids = torch.ones(1, 4), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int32)
+    rule, numbers = route.Rule.of(Routing(top_k=2), 4)._replace(score="toy"), (1.0, 1.0, 0.0)
     with pytest.raises(Exception, match="do not know"):
-        activation.launch(
-            activation._glu_kernel, (1,), x, x, x, 1, 4, 4, 1, 1.0, 1.0, KIND="toy", GATED=False, BLOCK=16
-        )
+        route.launch(route._route_kernel, (1,), logits, None, None, weights, ids, (4, 1), 4, numbers, RULE=rule)
 
 
 @pytest.mark.skipif("cpu" not in RUNNABLE, reason="the native library was not built")

@@ -13,7 +13,7 @@ from moefuse.testing import cases
 from moefuse.testing.poison import poisoned
 
 pytest.importorskip("triton")
-from moefuse.backends.triton import launch
+from moefuse.backends.triton.runtime import launch
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
 if not TARGETS:

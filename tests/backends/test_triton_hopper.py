@@ -1,5 +1,6 @@
 """The product for many rows per expert on Hopper: how rows are cut into tiles, who takes it, and what it gives."""
 
+import dataclasses
 import itertools
 import os
 import random
@@ -19,7 +20,7 @@ from moefuse.testing import cases
 from moefuse.testing.compare import Tolerance, difference
 from moefuse.testing.poison import poisoned
 from moefuse.testing.random_blocks import random_blocks
-from moefuse.types import ACTIVATION_KINDS, Activation
+from moefuse.types import ACTIVATION_KINDS, Activation, Plan, Stacks
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -86,16 +87,16 @@ def test_no_plan_has_more_tiles_than_there_is_room_for(width: int) -> None:
 
 
 def test_tiles_are_as_wide_as_experts_have_rows() -> None:
-    from moefuse.backends.triton.tiles import TURNED_STAGES, turned_width
+    from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES, swap_ab_width
 
-    assert [turned_width(load) for load in (1, 64, 80, 81, 128, 200, 5000)] == [64, 64, 64, 128, 128, 256, 256]
-    assert tuple(TURNED_STAGES) == WIDTHS
+    assert [swap_ab_width(load) for load in (1, 64, 80, 81, 128, 200, 5000)] == [64, 64, 64, 128, 128, 256, 256]
+    assert tuple(SWAP_AB_STAGES) == WIDTHS
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, on a machine it takes for a Hopper card."""
-    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     monkeypatch.setattr(found, "is_hopper", lambda _: True)
     return found
 
@@ -123,14 +124,14 @@ def test_it_takes_whole_tiles(hopper: Any, dtype: torch.dtype) -> None:
 
 
 def test_it_leaves_the_rest(hopper: Any) -> None:
-    from moefuse.backends.triton.tiles import TURNED_ROWS
+    from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS
 
     for other in (Offered(dtype=torch.float32), Offered(K=96), Offered(N=96)):
         assert not hopper.takes(*other.gated())
         assert not hopper.takes(*other.plain())
     assert not hopper.takes(*Offered(N=192).plain())
     few = Offered()
-    few.out = few.out[: 2 * TURNED_ROWS]
+    few.out = few.out[: 2 * SWAP_AB_ROWS]
     assert not hopper.takes(*few.gated())
 
 
@@ -169,7 +170,7 @@ def test_it_takes_blocks_that_lie_together(hopper: Any) -> None:
 
 
 def test_another_machine_has_no_such_kernel() -> None:
-    found = pytest.importorskip("moefuse.backends.triton.hopper")
+    found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     assert not found.is_hopper(torch.device("cpu"))
     assert HOPPER or not found.takes(*Offered().plain())
 
@@ -180,22 +181,22 @@ def test_what_only_the_other_kernel_does(
     hopper: Any, change: str, target: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moefuse.backends.triton import grouped_linear
-    from moefuse.backends.triton.grouped_linear import Rows, product
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.grouped_linear import Weights, product
+    from moefuse.backends.triton.runtime.tiles import Tile
 
     calls = []
     monkeypatch.setattr(hopper, "takes", lambda *_: True)
-    monkeypatch.setattr(hopper, "turned_product", lambda *_, **__: calls.append("turned"))
+    monkeypatch.setattr(hopper, "swap_ab_product", lambda *_, **__: calls.append("swapped"))
     if change == "no gluon":
         monkeypatch.setattr(grouped_linear, "hopper", None)
     x, w = torch.randn(8, 32, device=target[1]), torch.randn(2, 16, 32, device=target[1])
     offsets, order = torch.tensor([0, 3, 8], dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    plan = Plan(*(t.to(target[1]) for t in (offsets.diff(), offsets, order, order)), 1)
     out = torch.empty(8, 16, device=target[1])
-    product(
-        x, (Rows(w), Rows(w)), (torch.zeros(2, 16, device=target[1]) if change == "bias" else None, None),
-        offsets.to(target[1]), order.to(target[1]), gather=False, scatter=change == "scatter", fill=change == "fill",
-        activation=None, out=out, tile=Tile(16, 16, 32, 4, 1), z=torch.empty_like(out) if change == "z" else None,
-    )  # fmt: skip
+    weights = Weights.of(w, torch.zeros(2, 16, device=target[1]) if change == "bias" else None)
+    z = torch.empty_like(out) if change == "z" else None
+    tile = Tile(16, 16, 32, 4, 1)
+    product(x, weights, plan, None, out, tile, scatter=change == "scatter", fill=change == "fill", z=z)
     assert len(calls) == (not change)
 
 
@@ -204,8 +205,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
-from moefuse.backends.triton.hopper import _turned_kernel as kernel
-from moefuse.backends.triton.tiles import TURNED_STAGES
+from moefuse.backends.triton.activations import ACTIVATIONS
+from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel as kernel
+from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):
     return f"tensordesc<{dtype}{list(block)},{NVMMASharedLayout(128, bits, rank=len(block))!r}>".replace(" ", "")
@@ -213,13 +215,13 @@ def desc(dtype, *block, bits=16):
 for GATED, BLOCKS, WIDTH in VARIANTS:
     dtype = "bf16" if GATED else "fp16"
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH}", flush=True)
-    known = dict(N=256, K=512, KIND="silu" if GATED else "", GATED=GATED, GATHER=GATED, TOP_K=2, PROGRAMS=132)
-    known.update(WIDTH=WIDTH, STAGES=TURNED_STAGES[WIDTH] - BLOCKS, ROW_WORDS=72 if BLOCKS else 0)
+    form = Form(256, 512, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - BLOCKS, 72 if BLOCKS else 0)
+    known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None)
     if not BLOCKS:
         known.update(w_ptr=None, u_desc=None, u_offset=0, pitch=0)
     if GATED:
         known.update(x_desc=None, half_desc=None, tail_desc=None)
-    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", alpha="fp32", limit="fp32")
+    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", numbers=("fp32", "fp32"))
     types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
     types |= dict(w_ptr="*u32", u_offset="i64", pitch="i32", u_desc=desc("u8", 64, 128, bits=8))
     plain = desc(dtype, 1, 8, 2, 8, 64) if GATED else desc(dtype, 128, 64)
@@ -249,7 +251,7 @@ PAIRS = [(gated, blocks, width) for gated, blocks, width in ALL_VARIANTS if gate
 )
 def test_it_compiles_without_a_card(variants: list[tuple[bool, bool, int]], tmp_path: Path) -> None:
     """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
-    pytest.importorskip("moefuse.backends.triton.hopper")
+    pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     code = f"VARIANTS = {variants}\n{_COMPILE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
@@ -265,7 +267,9 @@ class Routed:
         live = sum(rows)
         self.E, self.S, self.dtype = len(rows), live + live % 2 + 40 * TOP_K, dtype
         self.offsets = torch.tensor(offsets_of(rows), dtype=torch.int32, device="cuda")
-        self.order = torch.randperm(self.S, dtype=torch.int32, device="cuda")
+        order = torch.randperm(self.S, dtype=torch.int32, device="cuda")
+        counts = self.offsets.diff()
+        self.plan = Plan(counts, self.offsets, order, order.argsort().int(), TOP_K, trusted=True)
         self.live = live
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -286,28 +290,26 @@ class Routed:
         up: QuantTensor | None = None,
     ) -> None:
         """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
-        from moefuse.backends.triton import hopper
-        from moefuse.backends.triton.grouped_linear import product, up_rows
+        from moefuse.backends.triton import grouped_linear_hopper as hopper
+        from moefuse.backends.triton.grouped_linear import product, up_weights
         from moefuse.backends.triton.plan import TokenTiles
-        from moefuse.backends.triton.tiles import Tile
+        from moefuse.backends.triton.runtime.tiles import Tile
         from moefuse.ops.glu import glu_reference
         from moefuse.ops.grouped_linear import grouped_linear_reference
 
         gated = activation is not None and activation.gated
-        w, u, N = up_rows(stack, up, "halves", gated)
-        whole = torch.full((self.S + 300, N), torch.nan, dtype=self.dtype, device="cuda")
+        weights = up_weights(Stacks(stack, up, stack), gated)
+        w, u = weights.w.data, weights.u.data
+        whole = torch.full((self.S + 300, w.shape[1]), torch.nan, dtype=self.dtype, device="cuda")
         out = whole[: self.S]
-        assert hopper.takes(x, w.data, u.data, out, gated)
+        assert hopper.takes(x, w, u, out, gated)
         tiles = TokenTiles(self.offsets, self.S)
         tiles.width = width
-        product(
-            x, (w, u), (None, None), self.offsets, self.order, gather=gather, scatter=False, fill=False,
-            activation=activation, out=out, tile=Tile(128, 128, 64, 8, 4), tiles=tiles,
-        )  # fmt: skip
+        product(x, weights, self.plan, activation, out, Tile(128, 128, 64, 8, 4), gather=gather, tiles=tiles)
 
         def exact(stack: Tensor | QuantTensor) -> Tensor:
             numbers = stack.dequantize() if isinstance(stack, QuantTensor) else stack
-            return grouped_linear_reference(x.double(), numbers.double(), None, self.offsets, self.order, gather, False)
+            return grouped_linear_reference(x.double(), numbers.double(), None, self.plan, gather, False)
 
         want = exact(stack)
         if activation is not None:
@@ -379,7 +381,8 @@ def test_without_any_row() -> None:
     """More slots than a tile needs and none with an expert: nothing is read that is not there, nothing is written."""
     routed = Routed(torch.bfloat16, [0])
     routed.S = 1000
-    routed.order = torch.arange(1000, dtype=torch.int32, device="cuda")
+    order = torch.arange(1000, dtype=torch.int32, device="cuda")
+    routed.plan = dataclasses.replace(routed.plan, order=order, inverse=order, trusted=True)
     for width in WIDTHS:
         routed.check(routed.random(500, H), routed.random(1, 2 * I, H), SILU, True, width)
         routed.check(routed.random(1000, I), routed.random(1, H, I), None, False, width)
@@ -388,8 +391,8 @@ def test_without_any_row() -> None:
 @on_hopper
 def test_more_than_2_to_the_31_numbers() -> None:
     """Tokens and results past that many are found by 64-bit offsets."""
-    from moefuse.backends.triton.grouped_linear import product, up_rows
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.grouped_linear import product, up_weights
+    from moefuse.backends.triton.runtime.tiles import Tile
 
     T = 2**31 // I + 1000
     x = torch.empty(T, H, dtype=torch.bfloat16, device="cuda").normal_()
@@ -397,11 +400,9 @@ def test_more_than_2_to_the_31_numbers() -> None:
     order = torch.arange(T - 1, -1, -1, dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, T], dtype=torch.int32, device="cuda")
     out = torch.full((T, I), torch.nan, dtype=torch.bfloat16, device="cuda")
-    w, u, _ = up_rows(stack, None, "halves", True)
-    product(
-        x, (w, u), (None, None), offsets, order, gather=True, scatter=False, fill=False, activation=SILU, out=out,
-        tile=Tile(128, 128, 64, 8, 4),
-    )  # fmt: skip
+    weights = up_weights(Stacks(stack, None, stack), True)
+    plan = Plan(offsets[1:], offsets, order, order, 1, trusted=True)
+    product(x, weights, plan, SILU, out, Tile(128, 128, 64, 8, 4), gather=True)
     at = torch.cat((torch.arange(500), torch.randint(0, T, (500,)), torch.arange(T - 500, T))).cuda()
     z = x[order[at].long()].double() @ stack[0].double().mT
     error = difference(out[at], torch.nn.functional.silu(z[:, :I]) * z[:, I:])
@@ -434,32 +435,32 @@ class Block:
 
 
 @pytest.fixture
-def turned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def swapped(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows with each product that is taken: whether it gathers."""
-    from moefuse.backends.triton import hopper
+    from moefuse.backends.triton import grouped_linear_hopper as hopper
 
     calls: list[bool] = []
-    launched = hopper.turned_product
+    launched = hopper.swap_ab_product
 
     def count(*args: Any, **options: Any) -> None:
         calls.append(options["gather"])
         launched(*args, **options)
 
-    monkeypatch.setattr(hopper, "turned_product", count)
+    monkeypatch.setattr(hopper, "swap_ab_product", count)
     return calls
 
 
 @on_hopper
 @pytest.mark.parametrize("T", [2 * width for width in WIDTHS])
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
-def test_experts_and_moe(dtype: torch.dtype, T: int, turned: list[bool]) -> None:
+def test_experts_and_moe(dtype: torch.dtype, T: int, swapped: list[bool]) -> None:
     block = Block(dtype)
     x = block.tokens(T)
     weights, ids = moefuse.gate(x, block.router, block.routing)
     want = block.exact(x, ids, weights)
     with poisoned():
         results = block(x), moefuse.experts(x, ids, weights, block.gate_up, block.down)
-    assert turned == [True, False] * 2
+    assert swapped == [True, False] * 2
     tolerance = cases.tolerance_of("experts", "out", x, dtype)
     for result in results:
         error = difference(result, want)
@@ -467,7 +468,7 @@ def test_experts_and_moe(dtype: torch.dtype, T: int, turned: list[bool]) -> None
 
 
 @on_hopper
-def test_experts_with_slots_that_have_none(turned: list[bool]) -> None:
+def test_experts_with_slots_that_have_none(swapped: list[bool]) -> None:
     block = Block()
     x, weights = block.tokens(), torch.rand(block.T, TOP_K, device="cuda")
     ids = torch.randint(0, block.E + 1, (block.T, TOP_K), device="cuda", dtype=torch.int32)
@@ -475,7 +476,7 @@ def test_experts_with_slots_that_have_none(turned: list[bool]) -> None:
     with poisoned():
         result = moefuse.experts(x, ids, weights, block.gate_up, block.down)
         nothing = moefuse.experts(x, torch.full_like(ids, -1), weights, block.gate_up, block.down)
-    assert turned == [True, False] * 2
+    assert swapped == [True, False] * 2
     assert (result[:7] == 0).all()
     assert (nothing == 0).all()
     error = difference(result, block.exact(x, ids, weights))
@@ -483,12 +484,12 @@ def test_experts_with_slots_that_have_none(turned: list[bool]) -> None:
 
 
 @on_hopper
-def test_training_takes_it_for_the_down_product(turned: list[bool]) -> None:
+def test_training_takes_it_for_the_down_product(swapped: list[bool]) -> None:
     block = Block()
     x = block.tokens()
     weights, ids = moefuse.gate(x, block.router, block.routing)
     result = moefuse.experts(x, ids, weights, block.gate_up.requires_grad_(), block.down)
-    assert turned == [False]
+    assert swapped == [False]
     error = difference(result, block.exact(x, ids, weights))
     assert error.within(cases.tolerance_of("experts", "out", x, block.dtype)), error
 
@@ -514,10 +515,11 @@ def test_in_a_graph() -> None:
 
 @on_hopper
 def test_the_same_bits_and_no_new_kernel_for_other_tokens() -> None:
-    from moefuse.backends.triton import hopper, launch
+    from moefuse.backends.triton import grouped_linear_hopper as hopper
+    from moefuse.backends.triton.runtime import launch
 
     def compiled() -> list[Any]:
-        return [key for key in launch._COMPILED if key[0] is hopper._turned_kernel]
+        return [key for key in launch._COMPILED if key[0] is hopper._swap_ab_kernel]
 
     block = Block()
     x = block.tokens()

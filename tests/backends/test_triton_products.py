@@ -29,58 +29,58 @@ def stacks(layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("height", [32, 128])
 def test_up_and_down_by_descriptors(layout: str, height: int, target: tuple[str, str]) -> None:
     """Heights of 128 take the half-height last tile too; N is no multiple of the tile."""
-    from moefuse.backends.triton.grouped_linear import Rows, product
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.grouped_linear import Rows, Weights, product
+    from moefuse.backends.triton.runtime.tiles import Tile
     from moefuse.ops.glu import glu_reference
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
-    from moefuse.types import Activation
+    from moefuse.types import Activation, Plan
 
     tile = Tile(height, 32, 32, 4, 2, copy_engine=True)
     silu = Activation("silu")
     gate, up = stacks(layout, target[1])
     x, ids = torch.randn(T, H, device=target[1]), torch.randint(0, E, (T, TOP_K), device=target[1])
-    _, offsets, order, _ = plan_reference(ids, E)
-    rows = {"offsets": offsets, "order": order, "scatter": False, "fill": False, "tile": tile}
+    plan = Plan(*plan_reference(ids, E), TOP_K)
     hidden = torch.full((T * TOP_K, I), torch.nan, device=target[1])
-    product(x, (Rows(gate), Rows(up)), (None, None), gather=True, activation=silu, out=hidden, **rows)
-    wide = [grouped_linear_reference(x.double(), w.double(), None, offsets, order, True, False) for w in (gate, up)]
+    product(x, Weights(Rows(gate), Rows(up)), plan, silu, hidden, tile, gather=True)
+    wide = [grouped_linear_reference(x.double(), w.double(), None, plan, True, False) for w in (gate, up)]
     assert difference(hidden, glu_reference(*wide, silu, "halves")).worst < 2e-6
 
     down, packed = torch.randn(E, 48, H, device=target[1]), torch.randn(T * TOP_K, H, device=target[1])
     out = torch.full((T * TOP_K, 48), torch.nan, device=target[1])
-    product(packed, (Rows(down), Rows(down)), (None, None), gather=False, activation=None, out=out, **rows)
-    want = grouped_linear_reference(packed.double(), down.double(), None, offsets, order, False, False)
+    product(packed, Weights.of(down), plan, None, out, tile)
+    want = grouped_linear_reference(packed.double(), down.double(), None, plan, False, False)
     assert difference(out, want).worst < 2e-6
 
 
 def test_numbers_of_32_and_of_64_bits_have_kernels_of_their_own() -> None:
-    from moefuse.backends.triton.launch import _kind
+    from moefuse.backends.triton.runtime.launch import _kind
 
     for small, large in ((16, 2**31), (17, 2**31 + 1), (-16, -(2**31) - 16)):
         assert _kind(small) != _kind(large)
     assert _kind(16) == _kind(2**31 - 16) != _kind(17)
     assert _kind(1) != _kind(3) == _kind(5)
+    assert _kind((16, 1)) == (_kind(16), _kind(1)), "each number of a tuple counts"
 
 
 @pytest.mark.parametrize("format", ["", "Q4_K", "Q8_0"])
 def test_tiles_of_few_tokens_fit_a_small_card(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.backends.triton import tiles, tuned
+    from moefuse.backends.triton.runtime import tiles, tuned
 
     cpu = torch.device("cpu")
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     monkeypatch.setattr(tuned, "shared_limit", lambda _: 64 * 1024)
     for tokens, top_k, N, itemsize in itertools.product((1, 2, 4), (1, 2, 4, 6, 8, 10, 32), (256, 2048, 7168), (2, 4)):
-        for role, gated in (("few up", True), ("few down", False)):
+        for role, gated in (("decode up", True), ("decode down", False)):
             product = tuned.Product(role, 64, N, 2048, top_k, tokens, itemsize, gated, format)
             assert product.fits(product.built_in(cpu), cpu)
 
 
-def test_a_lone_token_has_longer_stretches_of_weights_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_token_has_longer_chunks_of_weights_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of one token are too few to keep the memory busy with short ones."""
-    from moefuse.backends.triton import tiles
+    from moefuse.backends.triton.runtime import tiles
 
     monkeypatch.setattr(tiles, "INTERPRETED", False)
-    alone, four = (tiles.few_down_tile(tokens * 2048, 768, 8) for tokens in (1, 4))
+    alone, four = (tiles.decode_down_tile(tokens * 2048, 768, 8) for tokens in (1, 4))
     assert alone.k == 2 * four.k
-    assert tiles.few_down_tile(4 * 2048, 2048, 8) == alone, "nor does a long row go in pieces of 128 bytes"
+    assert tiles.decode_down_tile(4 * 2048, 2048, 8) == alone, "nor does a long row go in pieces of 128 bytes"

@@ -70,10 +70,7 @@ class Block:
 
 def recordings(of_blocks: bool = True) -> int:
     """How many there are of whole blocks, or of parts of one: gate and experts."""
-    return sum(
-        record.again is not None and of_blocks == (facts[0] == "experts" and ROUTING in facts)
-        for (facts, *_), record in replay._RECORDS.items()
-    )
+    return sum(record.again is not None and of_blocks == (key.op == "moe") for key, record in replay._RECORDS.items())
 
 
 @pytest.mark.parametrize("T", [1, 2, 6])
@@ -197,7 +194,7 @@ def test_mistakes_are_refused_every_time(device: str) -> None:
         block.check(x, x)
         with pytest.raises(ValueError, match=r"moe: residual must be \[T=1, H=48\], got T=2"):
             block(x, block.random(2, H))
-        with pytest.raises(TypeError, match="gate: eps must be a number, got bool"):
+        with pytest.raises(TypeError, match="moe: eps must be a number, got bool"):
             block(x, x, eps=True)
         with pytest.raises(TypeError, match="moe: activation must be a name or an Activation, got list"):
             block(x, x, activation=["silu"])
@@ -266,7 +263,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Recordings as on a GPU, by addresses. Lists the stream and the pointers of each launch."""
     if TARGETS != [("triton", "cpu")]:
         pytest.skip("a GPU is here: every test above replays by addresses")
-    from moefuse.backends.triton import launch, recording
+    from moefuse.backends.triton.runtime import launch
+    from moefuse.backends.triton.runtime import replay as launches
 
     seen: list[Any] = []
 
@@ -275,9 +273,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         types = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         return Compiled(kernel, types, names, seen), tuple(options[name] for name in names)
 
-    monkeypatch.setitem(recording._PROVED, torch.device("cpu"), None)
-    monkeypatch.setattr(recording, "INTERPRETED", False)
-    monkeypatch.setattr(recording, "compiled_for", compiled_for)
+    monkeypatch.setitem(launches._PROVED, torch.device("cpu"), None)
+    monkeypatch.setattr(launches, "INTERPRETED", False)
+    monkeypatch.setattr(launches, "compiled_for", compiled_for)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return seen
@@ -318,8 +316,8 @@ def test_a_tensor_at_an_odd_address_takes_the_long_way(launched: list[Any]) -> N
 
 def test_a_replay_counts_where_no_other_counts(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside graphs the router's counters go with the stream; inside one, with the replay's scratch memory."""
-    from moefuse.backends.triton import recording
-    from moefuse.backends.triton.launch import counters_at
+    from moefuse.backends.triton.runtime import replay as launches
+    from moefuse.backends.triton.runtime.launch import counters_at
 
     block, asked = Block("cpu"), []
     x = block.random(1, H)
@@ -329,7 +327,7 @@ def test_a_replay_counts_where_no_other_counts(launched: list[Any], monkeypatch:
         asked.append((stream, scratch, count, found.data_ptr()))
         return found
 
-    monkeypatch.setattr(recording, "counters_at", watched)
+    monkeypatch.setattr(launches, "counters_at", watched)
     for stream in (0, 0, 7, 0):
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
         block.check(x, x)
@@ -377,9 +375,9 @@ def test_profilers_see_replayed_launches(launched: list[Any]) -> None:
 
 
 def test_a_kernel_that_was_never_compiled_is_not_replayed(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.backends.triton import recording
+    from moefuse.backends.triton.runtime import replay as launches
 
-    monkeypatch.setattr(recording, "compiled_for", lambda *_: None)
+    monkeypatch.setattr(launches, "compiled_for", lambda *_: None)
     block = Block("cpu")
     for _ in range(3):
         block.check(block.random(1, H), block.random(1, H))

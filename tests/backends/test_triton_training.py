@@ -9,7 +9,7 @@ import moefuse
 import moefuse.nn
 from moefuse import Activation
 from moefuse.testing import cases
-from moefuse.types import ACTIVATION_KINDS
+from moefuse.types import ACTIVATION_KINDS, Plan
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
 pytestmark = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
@@ -45,14 +45,15 @@ def test_float16(target, rng):
 
 
 def test_some_columns_at_a_time(target, rng, monkeypatch):
-    """What is summed over slots is made in stretches when it would be large, with and without a tail to follow."""
-    from moefuse.backends.triton import experts_backward
+    """What is summed over slots is made in chunks when it would be large, with and without a tail to follow."""
+    from moefuse.backends.triton import experts, experts_backward
 
     given, rule = make(rng, 7, 4, 40, 16, 3)
     whole = gradients(given, rule, *target)
     tail = {"residual": oracle.normal(rng, 7, 40), "norm_weight": oracle.uniform(rng, 40)}
     tailed = run_with_tail(given, rule, tail, target)
-    monkeypatch.setattr(experts_backward, "slot_columns", lambda *_: 16)
+    for module in (experts, experts_backward):
+        monkeypatch.setattr(module, "slot_columns", lambda *_: 16)
     agree(gradients(given, rule, *target), {k: t.cpu().double() for k, t in whole.items()}, oracle.GRADIENT)
     for got, want in zip(run_with_tail(given, rule, tail, target), tailed, strict=True):
         oracle.assert_close(got, want.double(), oracle.ROUNDED[torch.float32])
@@ -67,42 +68,42 @@ def run_with_tail(given, rule, tail, target):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
-def test_mirrored_product_by_descriptors(target, rng, apart, gather):
+def test_transposed_product_by_descriptors(target, rng, apart, gather):
     """The copy engine's path, which the interpreter's small tiles do not take by themselves."""
-    from moefuse.backends.triton.experts_backward import mirror
-    from moefuse.backends.triton.tiles import Tile
+    from moefuse.backends.triton.experts_backward import transposed_product
+    from moefuse.backends.triton.runtime.tiles import Tile
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
 
     T, E, K, N, top_k, device = 30, 3, 64, 40, 2, target[1]
-    _, offsets, order, _ = plan_reference(torch.randint(0, E + 1, (T, top_k), generator=rng).to(device), E)
-    live = int(offsets[-1])
+    plan = Plan(*plan_reference(torch.randint(0, E + 1, (T, top_k), generator=rng).to(device), E), top_k)
+    live = int(plan.offsets[-1])
     stacks = tuple(oracle.normal(rng, E, K, N).to(device) for _ in range(1 + apart))
     a = oracle.normal(rng, T if gather else T * top_k, K * len(stacks)).to(device)
     out = torch.full((T * top_k, N), torch.nan, device=device)
-    mirror(a, stacks, offsets, order, out, Tile(32, 32, 32, 4, 2, copy_engine=True), gather=gather)
+    transposed_product(a, stacks, plan, out, Tile(32, 32, 32, 4, 2, copy_engine=True), gather=gather)
     weight = torch.cat(stacks, 1).transpose(1, 2).double()
-    want = grouped_linear_reference(a.double(), weight, None, offsets, order, gather, False)
+    want = grouped_linear_reference(a.double(), weight, None, plan, gather, False)
     oracle.assert_close(out[:live].cpu(), want[:live].cpu(), oracle.GRADIENT, whole=True)
 
 
 @pytest.mark.parametrize(
     ("trained", "kernels"),
     [
-        (("x", "weights"), ["_mirror_kernel", "_slopes_kernel", "_mirror_kernel", "_slot_sum_kernel"]),
-        (("weights",), ["_mirror_kernel", "_slopes_kernel"]),
-        (("down",), ["_slopes_kernel", "_outer_kernel"]),
-        (("gate_up",), ["_mirror_kernel", "_slopes_kernel", "_outer_kernel"]),
+        (("x", "weights"), ["_transposed_kernel", "_derivatives_kernel", "_transposed_kernel", "_slot_sum_kernel"]),
+        (("weights",), ["_transposed_kernel", "_derivatives_kernel"]),
+        (("down",), ["_derivatives_kernel", "_outer_kernel"]),
+        (("gate_up",), ["_transposed_kernel", "_derivatives_kernel", "_outer_kernel"]),
     ],
 )
 def test_frozen_parts_launch_nothing(target, rng, monkeypatch, trained, kernels):
-    from moefuse.backends.triton import experts_backward, outer
+    from moefuse.backends.triton import combine, experts_backward, grouped_outer
 
     given, rule = make(rng)
     leaves = {k: t.to(target[1]).requires_grad_(k in trained) for k, t in given.items()}
     out = moefuse.experts(**leaves, **rule | {"ids": rule["ids"].to(target[1])}, backend=target[0])
     launched = []
-    for module in (experts_backward, outer):
+    for module in (combine, experts_backward, grouped_outer):
         original = module.launch
         spy = lambda kernel, *a, f=original, **k: (launched.append(kernel.__name__), f(kernel, *a, **k))[1]  # noqa: E731
         monkeypatch.setattr(module, "launch", spy)

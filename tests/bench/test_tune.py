@@ -25,13 +25,13 @@ from moefuse.ops._core import select
 from moefuse.testing.compare import Tolerance, difference
 
 pytest.importorskip("triton")
-from moefuse.backends.triton import tuned
-from moefuse.backends.triton.tiles import FEW_TOKENS, Tile
+from moefuse.backends.triton.runtime import tuned
+from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS, Tile
 
 CPU = torch.device("cpu")
 command = importlib.import_module("moefuse.cli.tune")
 SHAPE = Shape("custom", experts=4, hidden=64, intermediate=32, top_k=2)
-UP, DOWN = search.products(SHAPE, FEW_TOKENS + 4, torch.float32)
+UP, DOWN = search.products(SHAPE, DECODE_TOKENS + 4, torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_both_products_at_every_load_once() -> None:
     )
     assert seen == [1, 33, 200]
     assert [(f.tokens, f.product.split(" E=")[0]) for f in findings] == [
-        (1, "few up"), (1, "few down"), (33, "up"), (33, "down"), (200, "up"), (200, "down"),
+        (1, "decode up"), (1, "decode down"), (33, "up"), (33, "down"), (200, "up"), (200, "down"),
     ]  # fmt: skip
     assert [(f.old_seconds, f.new_seconds) for f in findings] == [(4.0, 3.0), (3.0, 2.0)] * 3
     assert all(tile.warps == 8 for tile in tiles.values())
@@ -181,14 +181,14 @@ def test_both_products_at_every_load_once() -> None:
 
 
 @pytest.mark.skipif(not tuned.INTERPRETED, reason="a GPU is here: its own tiles are searched by `moefuse tune`")
-@pytest.mark.parametrize("T", [1, FEW_TOKENS + 4])
+@pytest.mark.parametrize("T", [1, DECODE_TOKENS + 4])
 def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, with made-up times: every tile that is tried gives the result of the built-in one."""
-    from moefuse.backends.triton import launch
+    from moefuse.backends.triton.runtime import launch
 
     used: set[int] = set()
     monkeypatch.setattr(launch, "launch", _spy(launch.launch, used))
-    for module in ("few", "grouped_linear"):
+    for module in ("experts_decode", "grouped_linear"):
         monkeypatch.setattr(f"moefuse.backends.triton.{module}.launch", launch.launch)
     x, router = torch.randn(T, 64), torch.randn(4, 64) / 8
     gate_up, down = torch.randn(4, 64, 64) / 8, torch.randn(4, 64, 32) / 6
@@ -322,7 +322,16 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_keeps_and_shows() -> None:
     code, output = invoke("--dtype", "float32")
     assert code == 0, output
-    for words in ("few up", "few down", "warps=8", "40.0 us", "30.0 us", "1.33x", "4 of 4 products", "tiles.json"):
+    for words in (
+        "decode up",
+        "decode down",
+        "warps=8",
+        "40.0 us",
+        "30.0 us",
+        "1.33x",
+        "4 of 4 products",
+        "tiles.json",
+    ):
         assert words in output
     kept = json.loads(tuned.path().read_text())["cards"][tuned.card(CPU)]
     assert len(kept) == 4
@@ -387,7 +396,7 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
 
 
 def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("moefuse.backends.triton.hopper")
+    hopper = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     layer = Shape("custom", experts=4, hidden=256, intermediate=128, top_k=2)
     many, few = 400, 40

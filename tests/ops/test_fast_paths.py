@@ -44,7 +44,7 @@ def test_internals_that_are_gone_turn_it_off(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_launcher_of_another_layout_turns_replay_off(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moefuse.backends.triton import recording
+    from moefuse.backends.triton.runtime import replay as recording
 
     cpu = torch.device("cpu")
     monkeypatch.setattr(recording, "_PROVED", {})

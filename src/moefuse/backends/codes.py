@@ -6,42 +6,40 @@ it does not know it refuses by name, whatever a neighbour's number may be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from moefuse.types import GROUP_SCORES, LAYOUTS
 
+V = TypeVar("V")
 
-class Codes(Mapping[str, int]):
-    """Name -> the number that a backend's kernels have for it, from ``first`` on; every name is one of ``listed``.
 
-    >>> Codes("metal", "layout", ("halves",), LAYOUTS)["interleaved"]
+class Table(dict[str, V]):
+    """Name -> what a backend's kernels have for it; every name is one of ``listed``.
+
+    >>> Table("metal", "layout", {"halves": 0}, LAYOUTS)["interleaved"]
     Traceback (most recent call last):
     NotImplementedError: metal: no kernels for the layout 'interleaved', only for halves
     """
 
-    def __init__(self, backend: str, what: str, names: Iterable[str], listed: Iterable[str], first: int = 0) -> None:
-        self._codes = {name: code for code, name in enumerate(names, first)}
+    def __init__(self, backend: str, what: str, rows: Mapping[str, V], listed: Iterable[str]) -> None:
+        super().__init__(rows)
         self._backend, self._what = backend, what
-        unknown = [name for name in self._codes if name not in tuple(listed)]
+        unknown = [name for name in rows if name not in tuple(listed)]
         if unknown:
             raise ImportError(f"{backend}: its kernels name {', '.join(unknown)}, which is no {what} of this version")
 
-    def __getitem__(self, name: str) -> int:
-        found = self._codes.get(name)
-        if found is None:
-            raise NotImplementedError(
-                f"{self._backend}: no kernels for the {self._what} {name!r}, only for {', '.join(self._codes)}"
-            )
-        return found
+    def __missing__(self, name: str) -> V:
+        raise NotImplementedError(
+            f"{self._backend}: no kernels for the {self._what} {name!r}, only for {', '.join(self)}"
+        )
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._codes
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._codes)
+class Codes(Table[int]):
+    """Name -> the number that a backend's kernels have for it, from ``first`` on."""
 
-    def __len__(self) -> int:
-        return len(self._codes)
+    def __init__(self, backend: str, what: str, names: Iterable[str], listed: Iterable[str], first: int = 0) -> None:
+        super().__init__(backend, what, {name: code for code, name in enumerate(names, first)}, listed)
 
 
 _LAYOUTS = Codes("layout", "kind", ("halves", "interleaved"), LAYOUTS)

@@ -29,7 +29,7 @@ _MOST_SUMS = 128
 _ROUNDS = 9
 #: least and most of what a field may become; ``stages`` goes by one, the rest by doubling
 _LIMITS = {"m": (16, 256), "n": (16, 256), "k": (16, 256), "warps": (1, 16), "stages": (1, 8)}
-_FEW_LIMITS = _LIMITS | {"m": (1, 1), "n": (1, 64), "k": (32, 1024)}
+_DECODE_LIMITS = _LIMITS | {"m": (1, 1), "n": (1, 64), "k": (32, 1024)}
 
 
 class Trial(Protocol):
@@ -68,22 +68,26 @@ class Finding:
 
 def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
     """The products of a layer whose tiles are looked for."""
-    from moefuse.backends.triton.tiles import FEW_TOKENS
-    from moefuse.backends.triton.tuned import Product
+    from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS
+    from moefuse.backends.triton.runtime.tuned import Product
 
     up, down = map(format_in, shape.weights) if shape.weights else ("", "")
-    few = "few " if tokens <= FEW_TOKENS else ""
+    decode = "decode " if tokens <= DECODE_TOKENS else ""
     E, H, I = shape.experts, shape.hidden, shape.intermediate
     common = (shape.top_k, tokens, dtype.itemsize)
     gated = Activation(shape.activation).gated
-    return [Product(f"{few}up", E, I, H, *common, gated, up), Product(f"{few}down", E, H, I, *common, False, down)]
+    return [
+        Product(f"{decode}up", E, I, H, *common, gated, up),
+        Product(f"{decode}down", E, H, I, *common, False, down),
+    ]
 
 
 def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
     """Whether there is one to look for: the product that Hopper takes for many rows has none."""
-    from moefuse.backends.triton.grouped_linear import hopper
-    from moefuse.backends.triton.tiles import IN_WORDS
+    from moefuse.backends.triton import grouped_linear
+    from moefuse.backends.triton.runtime.tiles import IN_WORDS
 
+    hopper = grouped_linear.hopper
     if hopper is None or product.format not in ("", IN_WORDS) or shape.bias:
         return True
     if product.gated and shape.layout != "halves":
@@ -94,7 +98,7 @@ def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
 
 def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
     """Tiles one step away that the card can hold: a size doubled or halved, a stage more or less, a switch turned."""
-    limits = _FEW_LIMITS if product.few else _LIMITS
+    limits = _DECODE_LIMITS if product.decodes else _LIMITS
     for field in dataclasses.fields(tile):
         value = getattr(tile, field.name)
         if product.format and field.name == "k":
@@ -115,8 +119,8 @@ def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
 def _sums(product: Any, tile: Any) -> float:
     """Float32 sums per thread."""
     each: int = tile.m * tile.n
-    if product.few:
-        each = tile.n * (256 if product.format else tile.k) * (product.top_k if product.role == "few down" else 1)
+    if product.decodes:
+        each = tile.n * (256 if product.format else tile.k) * (product.top_k if product.role == "decode down" else 1)
     threads: int = 32 * tile.warps
     return each * (2 if product.gated else 1) / threads
 
@@ -133,7 +137,7 @@ def search(
 
     Every result is held against the built-in tile's, twice: a tile that is wrong, or not always the same, is dropped.
     """
-    from moefuse.backends.triton.tuned import trying
+    from moefuse.backends.triton.runtime.tuned import trying
 
     def using(tile: Any, measure: Callable[[], Any]) -> Any:
         with trying(product, tile):
@@ -222,7 +226,7 @@ def tune(
 
     Returns what became of each product, and by its name the tile to keep, None for the built-in one.
     """
-    from moefuse.backends.triton.tuned import trying
+    from moefuse.backends.triton.runtime.tuned import trying
 
     if trial is None:
         layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))

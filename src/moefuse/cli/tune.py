@@ -52,7 +52,7 @@ def tune(
     refusal = inputs.fits(shape, numbers, card)
     if refusal is not None:
         options.stop("MODEL", refusal)
-    from moefuse.backends.triton import tuned
+    from moefuse.backends.triton.runtime import tuned
 
     if not dry_run:
         _refuse_cache(tuned.path().parent)

@@ -15,24 +15,10 @@ from moefuse import config
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
 
-#: op -> the module beside this one that has it
-_HOMES = {
-    "route": "route",
-    "gate": "gate",
-    "plan": "plan",
-    "grouped_linear": "grouped_linear",
-    "grouped_outer": "outer",
-    "glu": "activation",
-    "combine": "combine",
-    "experts": "experts",
-    "experts_saving": "experts_backward",
-    "experts_backward": "experts_backward",
-    "glu_backward": "activation",
-    "combine_backward": "combine_backward",
-    "tail_backward": "combine_backward",
-    "route_backward": "router_backward",
-    "gate_backward": "router_backward",
-}
+_OPS = (
+    *("route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts"),
+    *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
+)
 
 
 def unavailable() -> str | None:
@@ -55,13 +41,13 @@ def describe() -> dict[str, Any]:
     """Facts for ``moefuse info``; of each fast path whether it is on, and if not, why."""
     if not torch.cuda.is_available():
         return {"device": "Triton's interpreter, on the processor"}
-    launch, grouped_linear, recording = (
-        importlib.import_module(f"{__name__}.{name}") for name in ("launch", "grouped_linear", "recording")
+    launch, grouped_linear, replay = (
+        importlib.import_module(f"{__name__}.{name}") for name in ("runtime.launch", "grouped_linear", "runtime.replay")
     )
     device = torch.device("cuda", torch.cuda.current_device())
     paths = {
         "Hopper's product": grouped_linear.why_not_hopper(device),
-        "replay": recording.why_not(device),
+        "replay": replay.why_not(device),
         "programmatic dependent launch": None if launch.PDL else "it needs compute capability 9.0",
     }
     return {
@@ -71,8 +57,14 @@ def describe() -> dict[str, Any]:
     }
 
 
+def _home(op: str) -> str:
+    """The module beside this one that has an op: of its own name, or of the op that it is the backward of."""
+    own = f"{__name__}.{op}"
+    return own if importlib.util.find_spec(own) else own.removesuffix("_backward")
+
+
 def _ops() -> dict[str, Callable[..., Any]]:
-    return {op: getattr(importlib.import_module(f"{__name__}.{home}"), op) for op, home in _HOMES.items()}
+    return {op: getattr(importlib.import_module(_home(op)), op) for op in _OPS}
 
 
 def __getattr__(name: str) -> Any:
@@ -80,9 +72,9 @@ def __getattr__(name: str) -> Any:
     if name == "OPS":
         found: Any = _ops()
     elif name == "FORMATS":
-        found = frozenset(importlib.import_module(f"{__name__}.blocks").DECODED)
+        found = frozenset(importlib.import_module(f"{__name__}.formats.blocks").DECODERS)
     elif name == "record":
-        found = importlib.import_module(f"{__name__}.recording").record
+        found = importlib.import_module(f"{__name__}.runtime.replay").record
     else:
         raise AttributeError(name)
     globals()[name] = found

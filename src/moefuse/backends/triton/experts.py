@@ -5,69 +5,74 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.backends.gated import up_biases
-from moefuse.backends.triton.combine import weighted_sum
-from moefuse.backends.triton.few import experts_few
-from moefuse.backends.triton.grouped_linear import Rows, product, up_rows
-from moefuse.backends.triton.plan import TokenTiles, plan
-from moefuse.backends.triton.tiles import FEW_TOKENS
-from moefuse.backends.triton.tuned import Product, tile_for
-from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Activation
+from moefuse.backends.triton.combine import slot_sum, weighted_sum
+from moefuse.backends.triton.experts_decode import experts_decode
+from moefuse.backends.triton.grouped_linear import Weights, product, up_weights
+from moefuse.backends.triton.plan import TokenTiles
+from moefuse.backends.triton.plan import plan as make_plan
+from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS, product_tile, slot_columns
+from moefuse.backends.triton.runtime.tuned import Product, tile_for
+from moefuse.types import Activation, Outputs, Plan, Stacks, Tail
 
 
 def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | QuantTensor,
-    up: Tensor | QuantTensor | None,
-    down: Tensor | QuantTensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    inverse: Tensor | None,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    shared_logit: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    stacks: Stacks,
+    plan: Plan | None,
     activation: Activation,
-    layout: str,
-    out: Tensor,
-    normed_out: Tensor | None,
+    tail: Tail,
+    outputs: Outputs,
+    z: Tensor | None,
 ) -> None:
-    if offsets is None and x.shape[0] <= FEW_TOKENS:
-        experts_few(
-            x, ids, weights, gate_up, up, down, gate_up_bias, down_bias, shared, shared_gate, shared_logit, residual,
-            norm_weight, eps, activation, layout, out, normed_out,
-        )  # fmt: skip
+    if plan is None and x.shape[0] <= DECODE_TOKENS:
+        experts_decode(x, ids, weights, stacks, activation, tail, outputs)
         return
-    (T, top_k), (E, H, _) = ids.shape, down.shape
-    S = T * top_k
-    given = offsets
-    if offsets is None or order is None or inverse is None:
-        _, offsets, order, inverse = plan(ids, E)
-    tiles = TokenTiles(offsets, S)
-    gate_rows, rows_of_up, I = up_rows(gate_up, up, layout, activation.gated)
-    biases = up_biases(gate_up_bias, up is not None, layout, activation.gated)
-    hidden = torch.empty((S, I), dtype=x.dtype, device=x.device)
-    format, gated = gate_rows.format or rows_of_up.format, activation.gated
-    tile = tile_for(Product("up", E, I, H, top_k, T, x.element_size(), gated, format), x.device)
-    product(
-        x, (gate_rows, rows_of_up), biases, offsets, order, gather=True, scatter=False, fill=False,
-        activation=activation, out=hidden, tile=tile, tiles=tiles,
-    )  # fmt: skip
-    y = torch.empty((S, H), dtype=x.dtype, device=x.device)
-    down_rows = Rows.of(down)
-    tile = tile_for(Product("down", E, H, I, top_k, T, x.element_size(), False, down_rows.format), x.device)
-    product(
-        hidden, (down_rows, down_rows), (down_bias, None), offsets, order, gather=False, scatter=False, fill=False,
-        activation=None, out=y, tile=tile, tiles=tiles,
-    )  # fmt: skip
-    weighted_sum(
-        y, weights, inverse, ids, given, E, shared, shared_gate, shared_logit, residual, norm_weight, eps, out,
-        normed_out,
-    )  # fmt: skip
+    (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
+    given = None if plan is None else plan.offsets
+    if plan is None:
+        plan = Plan(*make_plan(ids, E), top_k, trusted=True)
+    size, gated = x.element_size(), activation.gated
+    gate_up = up_weights(stacks, gated)
+    hidden = torch.empty((T * top_k, I), dtype=x.dtype, device=x.device)
+    if z is not None:
+        tile = product_tile(T * top_k / E, size, gated, x.device)
+        product(x, gate_up, plan, activation, hidden, tile, gather=True, fill=True, z=z)
+        _down_by_columns(hidden, weights, stacks, plan, ids, tail, outputs)
+        return
+    tiles = TokenTiles(plan.offsets, T * top_k)
+    format = gate_up.w.format or gate_up.u.format
+    tile = tile_for(Product("up", E, I, H, top_k, T, size, gated, format), x.device)
+    product(x, gate_up, plan, activation, hidden, tile, gather=True, tiles=tiles)
+    y = torch.empty((T * top_k, H), dtype=x.dtype, device=x.device)
+    down = Weights.of(stacks.down, stacks.down_bias)
+    tile = tile_for(Product("down", E, H, I, top_k, T, size, False, down.w.format), x.device)
+    product(hidden, down, plan, None, y, tile, tiles=tiles)
+    weighted_sum(y, weights, plan.inverse, tail, outputs, num_experts=E, ids=ids, offsets=given)
+
+
+def _down_by_columns(
+    hidden: Tensor, weights: Tensor, stacks: Stacks, plan: Plan, ids: Tensor, tail: Tail, outputs: Outputs
+) -> None:
+    """The down product and its sum, some columns at a time where all of them would be much memory."""
+    _, _, weight = stacks.numbers
+    T, H = outputs.out.shape
+    S, E, size = plan.assignments, plan.num_experts, hidden.element_size()
+    tile, width = product_tile(S / E, size, False, hidden.device), slot_columns(S, H, size)
+    plain = tail.shared is None and tail.residual is None and tail.norm_weight is None
+    summed = outputs.out if plain else None
+    if width < H and summed is None:
+        summed = torch.empty((T, H), dtype=torch.float32, device=hidden.device)
+    for first in range(0, H, width):
+        some = slice(first, first + width)
+        down = Weights.of(weight[:, some], None if stacks.down_bias is None else stacks.down_bias[:, some])
+        y = torch.empty((S, down.w.data.shape[1]), dtype=hidden.dtype, device=hidden.device)
+        product(hidden, down, plan, None, y, tile)
+        if summed is None:
+            weighted_sum(y, weights, plan.inverse, tail, outputs, num_experts=E, ids=ids, offsets=plan.offsets)
+        else:
+            slot_sum(y, weights, plan, summed[:, some])
+    if summed is not None and not plain:
+        ones = torch.ones((T, 1), dtype=torch.float32, device=hidden.device)
+        weighted_sum(summed, ones, None, tail, outputs, num_experts=E)

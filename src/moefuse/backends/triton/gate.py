@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import (
+from moefuse.backends.triton.route import Rule, route_row, rule_numbers
+from moefuse.backends.triton.runtime.launch import (
+    HAS_PDL,
     PDL,
     block_of,
     ceil_div,
@@ -17,29 +19,43 @@ from moefuse.backends.triton.launch import (
     prefetch_rows,
     wait,
 )
-from moefuse.backends.triton.route import route_row, rule_numbers, rule_options
-from moefuse.types import Routing
+from moefuse.types import Router, Routing
 
-#: at or under this many tokens the router is a matrix-vector product spread over experts
-_FEW = 32
+#: up to this many tokens the router is a matrix-vector product spread over experts
+_GEMV_TOKENS = 32
 #: programs of the router's product for more tokens, about: an H200 has as many multiprocessors
 _PROGRAMS = 132
 
 
 @triton.jit
-def _gate_few_kernel(
-    x_ptr, w_ptr, norm_ptr, logit_bias_ptr, bias_ptr, scale_ptr, logits_ptr, counter_ptr, weights_ptr, ids_ptr,
-    normed_ptr, H, E, stride_xt, stride_xh, stride_we, stride_wh, eps, scale, softcap, floor,
-    HAS_NORM: tl.constexpr, WANT_NORMED: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
-    SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _gate_gemv_kernel(
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    bias_ptr,
+    logit_bias_ptr,
+    scale_ptr,
+    eps,
+    logits_ptr,
+    counter_ptr,
+    weights_ptr,
+    ids_ptr,
+    normed_ptr,
+    H,
+    E,
+    x_strides,
+    w_strides,
+    numbers,
+    RULE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """Grid: tokens, parts of PART experts. The last part of a token to arrive routes it.
 
     Which part that is changes nothing in the result; the counter is left at zero for the next launch.
     """
+    stride_xt, stride_xh = x_strides
+    stride_we, stride_wh = w_strides
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * PART + tl.arange(0, PART)
     h = tl.arange(0, BLOCK_H)
@@ -47,50 +63,45 @@ def _gate_few_kernel(
     # [PART, BLOCK_H]
     w_ptrs = w_ptr + e.to(tl.int64)[:, None] * stride_we + h.to(tl.int64)[None, :] * stride_wh
     mask = (e < E)[:, None] & inside[None, :]
-    if PDL:
+    if HAS_PDL:
         prefetch_rows(w_ptr + tl.minimum(e, E - 1).to(tl.int64) * stride_we, H * stride_wh, BLOCK_H)
-    wait(PDL)
-    launch_dependents(PDL)
+    wait()
+    launch_dependents()
     w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * stride_xt + h.to(tl.int64) * stride_xh, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if norm_ptr is not None:
         inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / H + eps)
         x *= inverse_rms * tl.load(norm_ptr + h, mask=inside, other=0.0).to(tl.float32)
-        if WANT_NORMED:
+        if normed_ptr is not None:
             first = tl.program_id(1) == 0
             tl.store(normed_ptr + row * H + h, x.to(normed_ptr.dtype.element_ty), mask=inside & first)
     logits = tl.sum(w * x[None, :], 1)
-    if HAS_LOGIT_BIAS:
+    if logit_bias_ptr is not None:
         logits += tl.load(logit_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     tl.store(logits_ptr + row * E + e, logits, mask=e < E)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(1) - 1:
         tl.store(counter_ptr + row, 0)
-        every = tl.arange(0, BLOCK_E)
+        every = tl.arange(0, RULE.block_e)
         whole = tl.load(logits_ptr + row * E + every, mask=every < E, other=float("-inf"), cache_modifier=".cg")
-        route_row(
-            whole, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, scale, softcap, floor, SCORE, RENORMALIZE,
-            AFTER, HAS_SOFTCAP, HAS_BIAS, HAS_SCALE, GROUPS, TOP_GROUPS, TOP2, TOP_K, BLOCK_E, BLOCK_G, BLOCK_K,
-        )  # fmt: skip
+        route_row(whole, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, numbers, RULE)
 
 
 @triton.jit
-def _fold_kernel(
-    w_ptr, norm_ptr, folded_ptr, H, stride_we, stride_wh, HAS_NORM: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _fold_kernel(w_ptr, norm_ptr, folded_ptr, H, w_strides, PARTS: tl.constexpr, BLOCK_H: tl.constexpr):
     """folded [PARTS, E, H]: router weight times norm weight, as a sum of bfloat16 parts that hold its bits.
 
     PARTS 1 may also be float32. Grid: E.
     """
-    wait(PDL)
-    launch_dependents(PDL)
+    wait()
+    launch_dependents()
+    stride_we, stride_wh = w_strides
     e = tl.program_id(0).to(tl.int64)
     E = tl.num_programs(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     w = tl.load(w_ptr + e * stride_we + h.to(tl.int64) * stride_wh, mask=h < H, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if norm_ptr is not None:
         w *= tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         high = w.to(folded_ptr.dtype.element_ty)
@@ -100,15 +111,26 @@ def _fold_kernel(
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _logits_kernel(
-    x_ptr, folded_ptr, logits_ptr, T, H, E, steps, stride_xt, stride_xh, PARTS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Unrounded x @ folded.T: BLOCK_T tokens, PART experts, a stretch of ``steps`` tiles of H.
+    x_ptr,
+    folded_ptr,
+    logits_ptr,
+    T,
+    H,
+    E,
+    steps,
+    x_strides,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Unrounded x @ folded.T: BLOCK_T tokens, PART experts, a chunk of ``steps`` tiles of H.
 
-    Grid: tokens, experts, stretches.
+    Grid: tokens, experts, chunks.
     """
-    wait(PDL)
-    launch_dependents(PDL)
+    stride_xt, stride_xh = x_strides
+    wait()
+    launch_dependents()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * PART + tl.arange(0, PART)
     h = tl.arange(0, BLOCK_H)
@@ -133,39 +155,48 @@ def _logits_kernel(
     tl.store(logits_ptr + place[:, None] * E + e[None, :], acc, mask=(t < T)[:, None] & (e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["stretches"])
+@triton.jit(do_not_specialize=["chunks"])
 def _gate_route_kernel(
-    x_ptr, norm_ptr, logit_bias_ptr, bias_ptr, scale_ptr, logits_ptr, weights_ptr, ids_ptr, normed_ptr,
-    H, E, stretches, stride_xt, stride_xh, eps, scale, softcap, floor,
-    HAS_NORM: tl.constexpr, WANT_NORMED: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
-    SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Add a token's stretches up in order, norm and route it and write its normed row. Grid: tokens."""
-    wait(PDL)
-    launch_dependents(PDL)
+    x_ptr,
+    norm_ptr,
+    bias_ptr,
+    logit_bias_ptr,
+    scale_ptr,
+    eps,
+    logits_ptr,
+    weights_ptr,
+    ids_ptr,
+    normed_ptr,
+    H,
+    E,
+    chunks,
+    x_strides,
+    numbers,
+    RULE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Add up a token's chunks in order, norm and route it and write its normed row. Grid: tokens."""
+    stride_xt, stride_xh = x_strides
+    wait()
+    launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     T = tl.num_programs(0)
+    BLOCK_E: tl.constexpr = RULE.block_e
     e = tl.arange(0, BLOCK_E)
     logits = tl.zeros([BLOCK_E], tl.float32)
-    for stretch in range(stretches):
-        logits += tl.load(logits_ptr + (row + T * stretch) * E + e, mask=e < E, other=float("-inf"))
-    if HAS_NORM:
+    for chunk in range(chunks):
+        logits += tl.load(logits_ptr + (row + T * chunk) * E + e, mask=e < E, other=float("-inf"))
+    if norm_ptr is not None:
         h = tl.arange(0, BLOCK_H)
         x = tl.load(x_ptr + row * stride_xt + h.to(tl.int64) * stride_xh, mask=h < H, other=0.0).to(tl.float32)
         inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / H + eps)
         logits *= inverse_rms
-        if WANT_NORMED:
+        if normed_ptr is not None:
             x *= inverse_rms * tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
             tl.store(normed_ptr + row * H + h, x.to(normed_ptr.dtype.element_ty), mask=h < H)
-    if HAS_LOGIT_BIAS:
+    if logit_bias_ptr is not None:
         logits += tl.load(logit_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-    route_row(
-        logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, scale, softcap, floor, SCORE, RENORMALIZE, AFTER,
-        HAS_SOFTCAP, HAS_BIAS, HAS_SCALE, GROUPS, TOP_GROUPS, TOP2, TOP_K, BLOCK_E, BLOCK_G, BLOCK_K,
-    )  # fmt: skip
+    route_row(logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, numbers, RULE)
 
 
 def _row_warps(BLOCK_H: int, E: int) -> int:
@@ -182,73 +213,75 @@ def _parts(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> tuple[int, 
     return min(3, ceil_div(needed, 8)), torch.bfloat16
 
 
-def gate(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None,
-    bias: Tensor | None,
-    logit_bias: Tensor | None,
-    per_expert_scale: Tensor | None,
-    eps: float,
-    routing: Routing,
-    return_normed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tuple[Tensor, Tensor, Tensor]:
     T, H = x.shape
-    E = weight.shape[0]
+    E = router.weight.shape[0]
     weights = torch.empty((T, routing.top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty((T, routing.top_k), dtype=torch.int32, device=x.device)
     normed = torch.empty(x.shape if return_normed else 0, dtype=x.dtype, device=x.device)
-    flags = {
-        "HAS_NORM": norm_weight is not None,
-        "WANT_NORMED": return_normed,
-        "HAS_LOGIT_BIAS": logit_bias is not None,
-    }
-    rule = rule_options(routing, E, bias, per_expert_scale)
-    if T <= _FEW:
+    results = weights, ids, normed if return_normed else None
+    numbers, BLOCK_H = rule_numbers(routing), block_of(H)
+    options = {"RULE": Rule.of(routing, E), "BLOCK_H": BLOCK_H, "num_warps": _row_warps(BLOCK_H, E), "launch_pdl": PDL}
+    if T <= _GEMV_TOKENS:
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
-        BLOCK_H = block_of(H)
+        tensors = x, *router, logits, counters(logits, T), *results
         PART = 1 if T == 1 else 2  # a token alone leaves multiprocessors free
-        launch(
-            _gate_few_kernel, (T, ceil_div(E, PART)), x, weight, norm_weight, logit_bias, bias, per_expert_scale,
-            logits, counters(logits, T), weights, ids, normed, H, E, *x.stride(), *weight.stride(), eps,
-            *rule_numbers(routing), **flags, **rule, PDL=PDL, PART=PART, BLOCK_H=BLOCK_H,
-            num_warps=_row_warps(BLOCK_H, E), launch_pdl=PDL,
-        )  # fmt: skip
-        return weights, ids, normed
-    row_block = block_of(H)
-    logits = raw_logits(x, weight, norm_weight)
-    launch(
-        _gate_route_kernel, (T,), x, norm_weight, logit_bias, bias, per_expert_scale, logits, weights, ids, normed, H,
-        E, logits.shape[0], *x.stride(), eps, *rule_numbers(routing), **flags, **rule, PDL=PDL, BLOCK_H=row_block,
-        num_warps=_row_warps(row_block, E), launch_pdl=PDL,
-    )  # fmt: skip
+        strides, grid = (x.stride(), router.weight.stride()), (T, ceil_div(E, PART))
+        launch(_gate_gemv_kernel, grid, *tensors, H, E, *strides, numbers, PART=PART, **options)
+    else:
+        logits = raw_logits(x, router)
+        _, *rest = router
+        sizes = H, E, logits.shape[0], x.stride(), numbers
+        launch(_gate_route_kernel, (T,), x, *rest, logits, *results, *sizes, **options)
     return weights, ids, normed
 
 
-def raw_logits(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-    """``[stretches, T, E]`` float32: x times the router weight and the norm weight, to be summed over stretches of H.
+def raw_logits(x: Tensor, router: Router) -> Tensor:
+    """``[chunks, T, E]`` float32: x times the router weight and the norm weight, to be summed over chunks of H.
 
     The norm's factor of each token is still to come, and so is the bias.
     """
-    (T, H), E = x.shape, weight.shape[0]
-    parts, dtype = _parts(x, weight, norm)
+    (T, H), E = x.shape, router.weight.shape[0]
+    parts, dtype = _parts(x, router.weight, router.norm_weight)
     folded = torch.empty((parts, E, H), dtype=dtype, device=x.device)
     row_block = block_of(H)
-    row_warps = 4 if row_block <= 4096 else 8
     launch(
-        _fold_kernel, (E,), weight, norm, folded, H, *weight.stride(), HAS_NORM=norm is not None, PARTS=parts, PDL=PDL,
-        BLOCK_H=row_block, num_warps=row_warps, launch_pdl=PDL,
-    )  # fmt: skip
+        _fold_kernel,
+        (E,),
+        router.weight,
+        router.norm_weight,
+        folded,
+        H,
+        router.weight.stride(),
+        PARTS=parts,
+        BLOCK_H=row_block,
+        num_warps=4 if row_block <= 4096 else 8,
+        launch_pdl=PDL,
+    )
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
-    stretches = max(1, min(ceil_div(H, 2 * BLOCK_H), _PROGRAMS // tiles))
-    steps = ceil_div(ceil_div(H, stretches), BLOCK_H)
-    stretches = ceil_div(H, steps * BLOCK_H)
-    logits = torch.empty((stretches, T, E), dtype=torch.float32, device=x.device)
+    chunks = max(1, min(ceil_div(H, 2 * BLOCK_H), _PROGRAMS // tiles))
+    steps = ceil_div(ceil_div(H, chunks), BLOCK_H)
+    chunks = ceil_div(H, steps * BLOCK_H)
+    logits = torch.empty((chunks, T, E), dtype=torch.float32, device=x.device)
     launch(
-        _logits_kernel, (ceil_div(T, BLOCK_T), ceil_div(E, PART), stretches), x, folded, logits, T, H, E, steps,
-        *x.stride(), PARTS=parts, PDL=PDL, BLOCK_T=BLOCK_T, PART=PART, BLOCK_H=BLOCK_H, num_warps=4, num_stages=3,
+        _logits_kernel,
+        (ceil_div(T, BLOCK_T), ceil_div(E, PART), chunks),
+        x,
+        folded,
+        logits,
+        T,
+        H,
+        E,
+        steps,
+        x.stride(),
+        PARTS=parts,
+        BLOCK_T=BLOCK_T,
+        PART=PART,
+        BLOCK_H=BLOCK_H,
+        num_warps=4,
+        num_stages=3,
         launch_pdl=PDL,
-    )  # fmt: skip
+    )
     return logits

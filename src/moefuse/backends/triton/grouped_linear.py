@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,10 +13,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.codes import interleaved
-from moefuse.backends.gated import gate_and_up
-from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
-from moefuse.backends.triton.launch import (
+from moefuse.backends.gated import gate_and_up, up_biases
+from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
+from moefuse.backends.triton.formats.blocks import (
+    DECODERS,
+    RUNS,
+    STRIP,
+    decode_runs,
+    q4_k_group,
+    q4_k_scales,
+    quarters,
+)
+from moefuse.backends.triton.plan import TokenTiles
+from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,
     PDL,
     begins_aligned,
@@ -27,16 +37,18 @@ from moefuse.backends.triton.launch import (
     unrecordable,
     wait,
 )
-from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import IN_WORDS, Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import IN_WORDS, Tile, product_tile
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Activation
+from moefuse.types import Activation, Plan, Stacks, Weight
 
 _hopper_error: str | None = None
 try:
-    from moefuse.backends.triton import hopper as hopper
+    from moefuse.backends.triton import grouped_linear_hopper
+
+    hopper: ModuleType | None = grouped_linear_hopper
 except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
-    hopper, _hopper_error = None, f"this Triton lacks what it is written with ({error})"  # type: ignore[assignment]
+    hopper = None
+    _hopper_error = f"this Triton lacks what it is written with ({error})"
     if PDL:
         logging.getLogger("moefuse").warning("moefuse: triton: Hopper's product is off: %s", _hopper_error)
 
@@ -65,13 +77,26 @@ def find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.conste
 
 @triton.jit
 def _block_sums(
-    x_ptr, w_ptr, u_ptr, row, live, stack, n, K, stride_xm, stride_xk, stride_we, stride_wn, stride_ue, stride_un,
-    W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    u_ptr,
+    row,
+    live,
+    stack,
+    n,
+    K,
+    strides,
+    W_DECODE: tl.constexpr,
+    U_DECODE: tl.constexpr,
+    GATED: tl.constexpr,
+):
     """Products with weights in GGUF blocks, or with one of the two in numbers; strides in bytes, or numbers.
 
     The transpose is summed: decoded weights are the left side, which tensor cores take from registers.
     """
+    BLOCK_M: tl.constexpr = row.shape[0]
+    BLOCK_N: tl.constexpr = n.shape[0]
+    stride_xm, stride_xk, stride_we, stride_wn, _, stride_ue, stride_un, _ = strides
     l = tl.arange(0, 32)
     x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
     w_rows = w_ptr + stack * stride_we + n.to(tl.int64) * stride_wn
@@ -85,18 +110,18 @@ def _block_sums(
             x = tl.load(x_ptrs, mask=live[None, :] & (start + 32 * i < K), other=0.0)
             x_ptrs += 32 * stride_xk
             # [BLOCK_N, 32]
-            w = decode_runs(w_rows, start, run, K, W_FORMAT).to(x.dtype)
+            w = decode_runs(w_rows, start, run, K, W_DECODE).to(x.dtype)
             acc = tl.dot(w, x, acc, input_precision="ieee")
             if GATED:
-                u = decode_runs(u_rows, start, run, K, U_FORMAT).to(x.dtype)
+                u = decode_runs(u_rows, start, run, K, U_DECODE).to(x.dtype)
                 up = tl.dot(u, x, up, input_precision="ieee")
     return acc.T, up.T
 
 
 @triton.jit
-def _q4_k_bytes(ptrs, desc, at_row, block, TMA: tl.constexpr):
+def _q4_k_bytes(ptrs, desc, at_row, block):
     """The 128 bytes of a block of each row, in four: through the copy engine, or 32 at a time from ``ptrs``."""
-    if TMA:
+    if desc is not None:
         found = quarters(desc.load([at_row, 144 * block + 16]))
     else:
         ptrs += 144 * block + 16
@@ -106,11 +131,26 @@ def _q4_k_bytes(ptrs, desc, at_row, block, TMA: tl.constexpr):
 
 @triton.jit
 def _q4_k_sums(
-    x_ptr, w_ptr, u_ptr, w_desc, u_desc, row, live, stack, n, at_row, u_first, K, stride_xm, stride_xk, stride_we,
-    stride_wn, stride_ue, stride_un,
-    GATED: tl.constexpr, W_TMA: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    u_ptr,
+    w_desc,
+    u_desc,
+    row,
+    live,
+    stack,
+    n,
+    at_row,
+    u_first,
+    K,
+    strides,
+    GATED: tl.constexpr,
+    ASM_BYTES: tl.constexpr,
+):
     """Like `_block_sums`, for 16-byte aligned rows of Q4_K: a block at a time, in loads of 16 bytes."""
+    BLOCK_M: tl.constexpr = row.shape[0]
+    BLOCK_N: tl.constexpr = n.shape[0]
+    stride_xm, stride_xk, stride_we, stride_wn, _, stride_ue, stride_un, _ = strides
     l = tl.arange(0, 32)
     x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
     w_ptr = tl.multiple_of(w_ptr + stack * stride_we, 16)
@@ -124,37 +164,71 @@ def _q4_k_sums(
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(0, K // 256):
         w_head = q4_k_scales(tl.load(w_heads + 36 * block))
-        w = _q4_k_bytes(w_ptrs, w_desc, at_row, block, W_TMA)
+        w = _q4_k_bytes(w_ptrs, w_desc, at_row, block)
         if GATED:
             u_head = q4_k_scales(tl.load(u_heads + 36 * block))
-            u = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block, W_TMA)
+            u = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block)
         for i in tl.static_range(4):
             # [32, BLOCK_M]
             x = tl.load(x_ptrs, mask=live[None, :], other=0.0)
             y = tl.load(x_ptrs + 32 * stride_xk, mask=live[None, :], other=0.0)
             x_ptrs += 64 * stride_xk
             # [BLOCK_N, 32]
-            a, b = q4_k_group(w[i], w_head, i, x.dtype, ASM)
+            a, b = q4_k_group(w[i], w_head, i, x.dtype, ASM_BYTES)
             acc = tl.dot(a, x, acc, input_precision="ieee")
             acc = tl.dot(b, y, acc, input_precision="ieee")
             if GATED:
-                a, b = q4_k_group(u[i], u_head, i, x.dtype, ASM)
+                a, b = q4_k_group(u[i], u_head, i, x.dtype, ASM_BYTES)
                 up = tl.dot(a, x, up, input_precision="ieee")
                 up = tl.dot(b, y, up, input_precision="ieee")
     return acc.T, up.T
 
 
+class Form(NamedTuple):
+    """What a grouped product is compiled for, besides its activation and its decoders.
+
+    ``fill``: rows without an expert are written too, as zeros. ``words``: Q4_K that `_q4_k_sums` takes, ``asm_bytes``
+    at a time by instructions of the card.
+    """
+
+    gather: bool
+    scatter: bool
+    fill: bool
+    gated: bool
+    words: bool
+    asm_bytes: int
+    block_m: int
+    block_n: int
+    block_k: int
+    block_e: int
+
+
 @triton.jit
 def _product_tile(
-    x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr,
-    expert, first, stop, column, E, N, K, divisor, w_rows, u_first,
-    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
-    stride_zn, z_second, alpha, limit,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE: tl.constexpr,
-    WORDS: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    tensors,
+    x_desc,
+    place,
+    divisor,
+    sizes,
+    strides,
+    epilogue_strides,
+    numbers,
+    FORM: tl.constexpr,
+    ACT: tl.constexpr,
+    W_DECODE: tl.constexpr,
+    U_DECODE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Rows first to first + BLOCK_M of one expert, columns from ``column``. Rows from stop on are not stored."""
+    x_ptr, w_ptr, u_ptr, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr = tensors
+    expert, first, stop, column = place
+    E, N, K, w_rows, u_first = sizes
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk = strides
+    stride_be, stride_bn, stride_zn, z_second = epilogue_strides
+    GATED: tl.constexpr = FORM.gated
+    ASM_BYTES: tl.constexpr = FORM.asm_bytes
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
     p = first + tl.arange(0, BLOCK_M)
     live = p < stop
     s = tl.load(order_ptr + p, mask=live, other=0)
@@ -164,108 +238,128 @@ def _product_tile(
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if expert < E:
         stack = expert.to(tl.int64)
-        row = (s // divisor if GATHER else p).to(tl.int64)
+        row = (s // divisor if FORM.gather else p).to(tl.int64)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if WORDS:
+        at_row = expert * w_rows + column
+        if FORM.words:
             acc, up = _q4_k_sums(
-                x_ptr, w_ptr, u_ptr, w_desc, u_desc, row, live, stack, tl.minimum(n, N - 1), expert * w_rows + column,
-                u_first, K, stride_xm, stride_xk, stride_we, stride_wn, stride_ue, stride_un, GATED, W_TMA, ASM,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        elif (W_FORMAT != "") | (U_FORMAT != ""):
-            acc, up = _block_sums(
-                x_ptr, w_ptr, u_ptr, row, live, stack, tl.minimum(n, N - 1), K, stride_xm, stride_xk, stride_we,
-                stride_wn, stride_ue, stride_un, W_FORMAT, U_FORMAT, GATED, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+                x_ptr,
+                w_ptr,
+                u_ptr,
+                w_desc,
+                u_desc,
+                row,
+                live,
+                stack,
+                tl.minimum(n, N - 1),
+                at_row,
+                u_first,
+                K,
+                strides,
+                GATED,
+                ASM_BYTES,
+            )
+        elif W_DECODE is not None or U_DECODE is not None:
+            last = tl.minimum(n, N - 1)
+            acc, up = _block_sums(x_ptr, w_ptr, u_ptr, row, live, stack, last, K, strides, W_DECODE, U_DECODE, GATED)
         else:
             k = tl.arange(0, BLOCK_K)
             x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk
             w_ptrs = w_ptr + stack * stride_we + n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
             u_ptrs = u_ptr + stack * stride_ue + n.to(tl.int64)[None, :] * stride_un + k[:, None] * stride_uk
-            at_row = expert * w_rows + column
             for start in range(0, K, BLOCK_K):
                 left = K - start
                 # [BLOCK_M, BLOCK_K]
-                if X_TMA:
+                if x_desc is not None:
                     x = x_desc.load([first, start])
                 else:
                     x = tl.load(x_ptrs, mask=live[:, None] & (k < left)[None, :], other=0.0)
                     x_ptrs += BLOCK_K * stride_xk
                 # [BLOCK_K, BLOCK_N]
-                if W_TMA:
+                if w_desc is not None:
                     w = w_desc.load([at_row, start]).T
                 else:
                     w = tl.load(w_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
                     w_ptrs += BLOCK_K * stride_wk
                 acc = tl.dot(x, w, acc, input_precision="ieee")
                 if GATED:
-                    if W_TMA:
+                    if w_desc is not None:
                         u = u_desc.load([at_row + u_first, start]).T
                     else:
                         u = tl.load(u_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
                         u_ptrs += BLOCK_K * stride_uk
                     up = tl.dot(x, u, up, input_precision="ieee")
-        if HAS_BIAS:
+        if w_bias_ptr is not None:
             at = stack * stride_be + n * stride_bn
             acc += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if SAVE:
+    if z_ptr is not None:
         z_ptrs = z_ptr + p.to(tl.int64)[:, None] * (N * (1 + GATED)) + n[None, :] * stride_zn
         tl.store(z_ptrs, acc.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
         if GATED:
             tl.store(z_ptrs + z_second, up.to(z_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
-    if KIND != "":
-        acc = activate(acc, up, KIND, GATED, alpha, limit, out_ptr.dtype.element_ty == tl.float32)
-    to = (s if SCATTER else p).to(tl.int64)
+    if ACT is not None:
+        acc, _, _ = ACT(acc, up, numbers, GATED, out_ptr.dtype.element_ty == tl.float32)
+    to = (s if FORM.scatter else p).to(tl.int64)
     out_ptrs = out_ptr + to[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "divisor"])
 def _grouped_kernel(
-    x_ptr, w_ptr, u_ptr, x_desc, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, offsets_ptr, order_ptr, out_ptr,
-    z_ptr, S, E, N, K, divisor, w_rows, u_first,
-    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn,
-    stride_zn, z_second, alpha, limit,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, FILL: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_FORMAT: tl.constexpr, U_FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr, SAVE: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """A [BLOCK_M, BLOCK_N] tile of one expert's product. w holds gate (or only) rows, u up rows when GATED.
+    x_ptr,
+    w_ptr,
+    u_ptr,
+    w_desc,
+    u_desc,
+    w_bias_ptr,
+    u_bias_ptr,
+    order_ptr,
+    out_ptr,
+    z_ptr,
+    x_desc,
+    half_desc,
+    offsets_ptr,
+    S,
+    divisor,
+    sizes,
+    strides,
+    epilogue_strides,
+    numbers,
+    FORM: tl.constexpr,
+    ACT: tl.constexpr,
+    W_DECODE: tl.constexpr,
+    U_DECODE: tl.constexpr,
+):
+    """A [block_m, block_n] tile of one expert's product. w holds gate (or only) rows, u up rows when gated.
 
-    W_FORMAT, U_FORMAT: "" for numbers, or the format of the blocks that w and u point to, with strides in bytes.
+    ``sizes``: E, N, K, the rows of w from expert to expert, and from gate rows to up rows in their descriptor.
+    ``strides``: of x, w and u. ``epilogue_strides``: of the biases, and of z from column to column and from gate
+    columns to up columns.
+    W_DECODE, U_DECODE: None for numbers, or the decoder of the blocks that w and u point to, with strides in bytes.
 
-    HALVES: an expert's last tile is half as high where that is enough.
-    SAVE: pre-activations go to z, gate columns and z_second further up columns, stride_zn apart.
-    X_TMA, W_TMA: whole tiles come through the copy engine. Rows past an expert's end are then its neighbour's, and
-    never stored.
+    From 128 rows on an expert's last tile is half as high where that is enough. Pre-activations go to z where it is
+    given. Descriptors bring whole tiles through the copy engine: rows past an expert's end are then its neighbour's,
+    and never stored.
     Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
     """
-    wait(PDL)
-    launch_dependents(PDL)
+    wait()
+    launch_dependents()
+    E, N, _, _, _ = sizes
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
     columns = tl.cdiv(N, BLOCK_N)
-    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
-    if expert > E - 1 + FILL:
+    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, FORM.block_e)
+    if expert > E - 1 + FORM.fill:
         return
-    column = (tl.program_id(0) % columns) * BLOCK_N
-    if HALVES and stop - first <= BLOCK_M // 2:
-        _product_tile(
-            x_ptr, w_ptr, u_ptr, half_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
-            first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
-            stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
-            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, WORDS, ASM, BLOCK_M // 2,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    tensors = (x_ptr, w_ptr, u_ptr, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr)
+    place = (expert, first, stop, (tl.program_id(0) % columns) * BLOCK_N)
+    known = (divisor, sizes, strides, epilogue_strides, numbers)
+    if BLOCK_M >= 128 and stop - first <= BLOCK_M // 2:
+        _product_tile(tensors, half_desc, place, *known, FORM, ACT, W_DECODE, U_DECODE, BLOCK_M // 2)
     else:
-        _product_tile(
-            x_ptr, w_ptr, u_ptr, x_desc, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr, expert,
-            first, stop, column, E, N, K, divisor, w_rows, u_first, stride_xm, stride_xk, stride_we, stride_wn,
-            stride_wk, stride_ue, stride_un, stride_uk, stride_be, stride_bn, stride_zn, z_second, alpha, limit,
-            GATHER, SCATTER, KIND, GATED, X_TMA, W_TMA, W_FORMAT, U_FORMAT, HAS_BIAS, SAVE, WORDS, ASM, BLOCK_M,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        _product_tile(tensors, x_desc, place, *known, FORM, ACT, W_DECODE, U_DECODE, BLOCK_M)
 
 
 def most_tiles(S: int, E: int, BLOCK_M: int) -> int:
@@ -279,8 +373,13 @@ class Rows(NamedTuple):
     data: Tensor
     format: str = ""
 
+    @property
+    def decoder(self) -> Any:
+        """What kernels decode it with, None for numbers."""
+        return DECODERS[self.format] if self.format else None
+
     @classmethod
-    def of(cls, weight: Tensor | QuantTensor) -> Rows:
+    def of(cls, weight: Weight) -> Rows:
         if not isinstance(weight, QuantTensor):
             return cls(weight)
         # Decoders read up to sixteen bytes at a time; blocks that begin elsewhere, which no file has, are moved.
@@ -288,24 +387,39 @@ class Rows(NamedTuple):
         return cls(blocks, weight.format)
 
 
-def up_rows(
-    gate_up: Tensor | QuantTensor, up: Tensor | QuantTensor | None, layout: str, gated: bool
-) -> tuple[Rows, Rows, int]:
-    """Gate rows and up rows as views of equal shape, whatever the layout, and I."""
-    both = Rows.of(gate_up)
-    if not gated:
-        return both, both, gate_up.shape[1]
-    if up is not None:
-        return both, Rows.of(up), gate_up.shape[1]
-    first, second = gate_and_up(both.data, layout)
-    return both._replace(data=first), both._replace(data=second), first.shape[1]
+class Weights(NamedTuple):
+    """What a grouped product multiplies by: gate (or only) rows and up rows, the same where nothing is gated.
+
+    ``layout`` is that of the columns before the activation.
+    """
+
+    w: Rows
+    u: Rows
+    bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    layout: str = "halves"
+
+    @classmethod
+    def of(cls, weight: Weight, bias: Tensor | None = None) -> Weights:
+        rows = Rows.of(weight)
+        return cls(rows, rows, bias)
+
+    @property
+    def words(self) -> bool:
+        return in_words(self.w) and in_words(self.u)
 
 
-def alike(w: Rows, u: Rows) -> tuple[Rows, Rows]:
-    """Beside blocks, numbers must lie together along K."""
-    if bool(w.format) == bool(u.format):
-        return w, u
-    return Rows(w.data.contiguous(), w.format), Rows(u.data.contiguous(), u.format)
+def up_weights(stacks: Stacks, gated: bool) -> Weights:
+    """The weights of the up product: gate rows and up rows as views of equal shape, whatever the layout."""
+    gate_up, up, _, bias, _, layout = stacks
+    w = u = Rows.of(gate_up)
+    if gated and up is not None:
+        u = Rows.of(up)
+        if bool(w.format) != bool(u.format):  # beside blocks, numbers must lie together along K
+            w, u = Rows(w.data.contiguous(), w.format), Rows(u.data.contiguous(), u.format)
+    elif gated:
+        w, u = (Rows(data, w.format) for data in gate_and_up(w.data, layout))
+    return Weights(w, u, *up_biases(bias, up is not None, layout, gated), layout)
 
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
@@ -313,12 +427,12 @@ def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
     return (2, 1) if gated and interleaved(layout) else (1, I)
 
 
-def in_words(rows: Tensor, format: str) -> bool:
+def in_words(rows: Rows) -> bool:
     """Whether the blocks are of the format with kernels of its own, and lie so that these can read 16 bytes at once."""
-    return format == IN_WORDS and begins_aligned(rows) and rows.stride(0) % 16 == 0
+    return rows.format == IN_WORDS and begins_aligned(rows.data) and rows.data.stride(0) % 16 == 0
 
 
-def packed(x: Tensor, tile: Tile) -> int:
+def asm_bytes(x: Tensor, tile: Tile) -> int:
     """How many bytes of blocks are taken apart at a time by instructions of the card; 0: without such.
 
     A thread has two bytes side by side where four warps join in one product, four otherwise.
@@ -362,71 +476,65 @@ def weight_descriptors(
 
 def product(
     x: Tensor,
-    rows: tuple[Rows, Rows],
-    biases: tuple[Tensor | None, Tensor | None],
-    offsets: Tensor,
-    order: Tensor,
-    *,
-    gather: bool,
-    scatter: bool,
-    fill: bool,
+    weights: Weights,
+    plan: Plan,
     activation: Activation | None,
     out: Tensor,
     tile: Tile,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+    fill: bool = False,
     z: Tensor | None = None,
-    layout: str = "halves",
     tiles: TokenTiles | None = None,
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``.
 
-    ``tiles`` are those of ``offsets``, for products that share them.
+    ``tiles`` are those of the plan, for products that share them.
     """
     S, N = out.shape
-    E, K = offsets.shape[0] - 1, x.shape[1]
-    (w, w_format), (u, u_format) = alike(*rows)
-    bias, up_bias = biases
+    E, K = plan.num_experts, x.shape[1]
+    (w, w_format), (u, u_format), bias, up_bias, layout = weights
     gated = activation is not None and activation.gated
-    words = in_words(w, w_format) and in_words(u, u_format)
+    words = weights.words
     plain = not (scatter or fill) and bias is None and z is None and (words or not (w_format or u_format))
     if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
-        tiles = tiles or TokenTiles(offsets, S)
-        hopper.turned_product(x, w, u, tiles, order, gather=gather, activation=activation, out=out)
+        tiles = tiles or TokenTiles(plan.offsets, S)
+        hopper.swap_ab_product(x, w, u, tiles, plan.order, gather=gather, activation=activation, out=out)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
-    halves = tile.m >= 128
     if tile.copy_engine and (words or (K % tile.k == 0 and not w_format and not u_format)):
         if not gather and not words:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
         w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, 128 if words else tile.k)
-    strides = (0, 0) if bias is None else bias.stride()
+    tensors = x, w, u, w_desc, u_desc, bias, up_bias, plan.order, out, z, x_desc, half_desc, plan.offsets
+    sizes = E, N, K, w.stride(0) // max(1, w.stride(1)), u_first
+    bias_strides = (0, 0) if bias is None else bias.stride()
+    packed, blocks = asm_bytes(x, tile) if words else 0, (tile.m, tile.n, tile.k, block_of(E + 2))
     launch(
-        _grouped_kernel, (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),), x, w, u, x_desc, half_desc, w_desc,
-        u_desc, bias, up_bias, offsets, order, out, z, S, E, N, K, max(1, S // max(1, x.shape[0])),
-        w.stride(0) // max(1, w.stride(1)), u_first, *x.stride(), *w.stride(), *u.stride(), *strides,
-        *z_columns(N, gated, layout), *activation_numbers(activation),
-        GATHER=gather, SCATTER=scatter, FILL=fill, KIND="" if activation is None else activation.kind, GATED=gated,
-        X_TMA=x_desc is not None, W_TMA=w_desc is not None, W_FORMAT=w_format, U_FORMAT=u_format,
-        HAS_BIAS=bias is not None, HALVES=halves, SAVE=z is not None, WORDS=words, ASM=packed(x, tile) if words else 0,
-        PDL=PDL, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_E=block_of(E + 2), num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=PDL,
-    )  # fmt: skip
+        _grouped_kernel,
+        (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),),
+        *tensors,
+        S,
+        max(1, S // max(1, x.shape[0])),
+        sizes,
+        (*x.stride(), *w.stride(), *u.stride()),
+        (*bias_strides, *z_columns(N, gated, layout)),
+        activation_numbers(activation),
+        FORM=Form(gather, scatter, fill, gated, words, packed, *blocks),
+        ACT=None if activation is None else ACTIVATIONS[activation.kind],
+        W_DECODE=weights.w.decoder,
+        U_DECODE=weights.u.decoder,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=PDL,
+    )
 
 
-def grouped_linear(
-    x: Tensor,
-    weight: Tensor | QuantTensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    order: Tensor,
-    gather: bool,
-    scatter: bool,
-) -> Tensor:
-    S, rows = order.shape[0], Rows.of(weight)
+def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool) -> Tensor:
+    S, weights = plan.assignments, Weights.of(weight, bias)
     out = torch.empty((S, weight.shape[1]), dtype=x.dtype, device=x.device)
-    tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device, rows.format)
-    product(
-        x, (rows, rows), (bias, None), offsets, order, gather=gather, scatter=scatter, fill=True, activation=None,
-        out=out, tile=tile,
-    )  # fmt: skip
+    tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device, weights.w.format)
+    product(x, weights, plan, None, out, tile, gather=gather, scatter=scatter, fill=True)
     return out

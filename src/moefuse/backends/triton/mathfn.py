@@ -115,7 +115,7 @@ def log1p_ratio(t):
 
 
 @triton.jit
-def tanh_and_slope(x):
+def tanh_and_derivative(x):
     """tanh(x), and its derivative."""
     a = tl.abs(x)
     p, k = exp_parts(at_least(-2.0 * a, -400.0), 0.0)

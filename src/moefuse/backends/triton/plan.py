@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import turned_width
+from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import swap_ab_width
 
 #: assignments a program places; also the grain of the counts
 _BLOCK_S = 128
@@ -24,51 +24,56 @@ def _experts_of(ids_ptr, s, S, E):
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(
-    ids_ptr, table_ptr, S, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """table [blocks, BLOCK_E]: how many assignments of a block go to each expert. Grid: blocks."""
-    wait(PDL)
-    launch_dependents(PDL)
+def _count_kernel(ids_ptr, table_ptr, S, E, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
+    """table [chunks, BLOCK_E]: how many assignments of a chunk go to each expert. Grid: chunks."""
+    wait()
+    launch_dependents()
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     counts = tl.histogram(_experts_of(ids_ptr, s, S, E), BLOCK_E, mask=s < S)
     tl.store(table_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _scan_kernel(
-    table_ptr, total_ptr, blocks, PDL: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Turn counts per block into counts before the block, and their sum into total [BLOCK_E]. Grid: expert columns."""
-    wait(PDL)
-    launch_dependents(PDL)
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(table_ptr, total_ptr, chunks, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Turn counts per chunk into counts before the chunk, and their sum into total [BLOCK_E]. Grid: expert columns."""
+    wait()
+    launch_dependents()
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = tl.zeros([COLUMNS], tl.int32)
-    for start in range(0, blocks, ROWS):
-        block = start + tl.arange(0, ROWS)
+    for start in range(0, chunks, ROWS):
+        chunk = start + tl.arange(0, ROWS)
         # [ROWS, COLUMNS]
-        at = table_ptr + block[:, None] * BLOCK_E + e[None, :]
-        counts = tl.load(at, mask=(block < blocks)[:, None], other=0)
-        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(block < blocks)[:, None])
+        at = table_ptr + chunk[:, None] * BLOCK_E + e[None, :]
+        counts = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(chunk < chunks)[:, None])
         before += tl.sum(counts, 0)
     tl.store(total_ptr + e, before)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _place_kernel(
-    ids_ptr, before_ptr, total_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr, S, E,
-    SCANNED: tl.constexpr, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Give the assignments of a block their positions. Grid: blocks; a lone block counts for itself."""
-    wait(PDL)
-    launch_dependents(PDL)
+    ids_ptr,
+    before_ptr,
+    total_ptr,
+    counts_ptr,
+    offsets_ptr,
+    order_ptr,
+    inverse_ptr,
+    S,
+    E,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Give the assignments of a chunk their positions. Grid: chunks; a lone chunk counts for itself."""
+    wait()
+    launch_dependents()
     mine = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     s = mine * BLOCK_S + tl.arange(0, BLOCK_S)
     expert = _experts_of(ids_ptr, s, S, E)
     # Bin E takes those without an expert and sorts last, because BLOCK_E > E.
     before = tl.zeros([BLOCK_E], tl.int32)
-    if SCANNED:
+    if total_ptr is not None:
         total = tl.load(total_ptr + e)
         before = tl.load(before_ptr + mine * BLOCK_E + e)
     else:
@@ -77,7 +82,7 @@ def _place_kernel(
     if mine == 0:
         tl.store(counts_ptr + e, total, mask=e < E)
         tl.store(offsets_ptr + e, first, mask=e <= E)
-    # Earlier assignments of the same expert in this block: [BLOCK_S, BLOCK_S]
+    # Earlier assignments of the same expert in this chunk: [BLOCK_S, BLOCK_S]
     lane = tl.arange(0, BLOCK_S)
     same = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     position = tl.gather(first + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
@@ -94,32 +99,25 @@ def plan(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
         return counts.zero_(), offsets.zero_(), order, inverse
     BLOCK_E = block_of(num_experts + 1)
     BLOCK_S = min(_BLOCK_S, block_of(S))
-    blocks = ceil_div(S, BLOCK_S)
+    chunks = ceil_div(S, BLOCK_S)
+    options = {"BLOCK_E": BLOCK_E, "BLOCK_S": BLOCK_S, "num_warps": 4, "launch_pdl": PDL}
     table = total = None
-    if blocks > 1:
-        table = torch.empty((blocks, BLOCK_E), dtype=torch.int32, device=ids.device)
+    if chunks > 1:
+        table = torch.empty((chunks, BLOCK_E), dtype=torch.int32, device=ids.device)
         total = torch.empty(BLOCK_E, dtype=torch.int32, device=ids.device)
-        launch(
-            _count_kernel, (blocks,), ids, table, S, num_experts, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S,
-            num_warps=4, launch_pdl=PDL,
-        )  # fmt: skip
-        launch(
-            _scan_kernel, (BLOCK_E // 16,), table, total, blocks, PDL=PDL, BLOCK_E=BLOCK_E, ROWS=256, COLUMNS=16,
-            num_warps=4, launch_pdl=PDL,
-        )  # fmt: skip
-    launch(
-        _place_kernel, (blocks,), ids, table, total, counts, offsets, order, inverse, S, num_experts,
-        SCANNED=blocks > 1, PDL=PDL, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, num_warps=4, launch_pdl=PDL,
-    )  # fmt: skip
+        launch(_count_kernel, (chunks,), ids, table, S, num_experts, **options)
+        columns = {"BLOCK_E": BLOCK_E, "ROWS": 256, "COLUMNS": 16, "num_warps": 4, "launch_pdl": PDL}
+        launch(_scan_kernel, (BLOCK_E // 16,), table, total, chunks, **columns)
+    tensors = ids, table, total, counts, offsets, order, inverse
+    launch(_place_kernel, (chunks,), *tensors, S, num_experts, **options)
     return counts, offsets, order, inverse
 
 
 @triton.jit
-def _token_tiles_kernel(offsets_ptr, table_ptr, E, PDL: tl.constexpr, WIDTH: tl.constexpr, SPARE: tl.constexpr,
-                        BLOCK_E: tl.constexpr):  # fmt: skip
+def _token_tiles_kernel(offsets_ptr, table_ptr, E, WIDTH: tl.constexpr, SPARE: tl.constexpr, BLOCK_E: tl.constexpr):
     """table [1 + tiles, 3]: how many tiles there are, then each one's expert, first and stop. Grid: one program."""
-    wait(PDL)
-    launch_dependents(PDL)
+    wait()
+    launch_dependents()
     e = tl.arange(0, BLOCK_E)
     start = tl.load(offsets_ptr + e, mask=e < E, other=0)
     stop = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
@@ -162,15 +160,13 @@ class TokenTiles:
 
     def __init__(self, offsets: Tensor, S: int) -> None:
         self.offsets, self.S = offsets, S
-        self.width = turned_width(S / max(1, offsets.shape[0] - 1))
+        self.width = swap_ab_width(S / max(1, offsets.shape[0] - 1))
 
     @functools.cached_property
     def table(self) -> Tensor:
         """``[1 + tiles, 3]``: how many there are in its first number, then expert, first row and stop of each."""
         E = self.offsets.shape[0] - 1
         made = torch.empty((1 + self.S // self.width + E, 3), dtype=torch.int32, device=self.offsets.device)
-        launch(
-            _token_tiles_kernel, (1,), self.offsets, made, E, PDL=PDL, WIDTH=self.width, SPARE=self.SPARE,
-            BLOCK_E=block_of(E), num_warps=4, launch_pdl=PDL,
-        )  # fmt: skip
+        options = {"WIDTH": self.width, "SPARE": self.SPARE, "BLOCK_E": block_of(E), "num_warps": 4, "launch_pdl": PDL}
+        launch(_token_tiles_kernel, (1,), self.offsets, made, E, **options)
         return made

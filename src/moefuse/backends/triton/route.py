@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.codes import Codes, sums_two
-from moefuse.backends.triton.launch import block_of, launch
 from moefuse.backends.triton.mathfn import (
     at_least,
     difference_parts,
     exp_parts,
     log1p_ratio,
-    tanh_and_slope,
+    tanh_and_derivative,
     times_power,
 )
+from moefuse.backends.triton.runtime.launch import block_of, launch
 from moefuse.types import SCORES, Routing
 
 #: the scores that `selected_parts` has a branch for
@@ -33,11 +33,11 @@ def _any(flags, AXIS: tl.constexpr):
 @triton.jit
 def _ordered(x):
     """Integers that sort as the numbers do, both zeros as one."""
-    return _mirrored(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
+    return _flipped(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _mirrored(bits):
+def _flipped(bits):
     """A number's bits as an integer of its order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -111,15 +111,53 @@ def shares_of(m, base, power, floor, RENORMALIZE: tl.constexpr):
         return times_power(m * base, power), m * 0.0
 
 
+class Rule(NamedTuple):
+    """What of a `Routing` kernels are compiled for."""
+
+    score: str
+    renormalize: bool
+    renormalize_after_scale: bool
+    softcap: bool
+    groups: int
+    top_groups: int
+    sums_two: bool
+    top_k: int
+    block_e: int
+    block_g: int
+    block_k: int
+
+    @classmethod
+    def of(cls, routing: Routing, E: int) -> Rule:
+        SCORE_NAMES[routing.score]  # refuses one that kernels do not know
+        return cls(
+            routing.score,
+            routing.renormalize,
+            routing.renormalize_after_scale,
+            routing.softcap is not None,
+            routing.groups,
+            routing.top_groups,
+            sums_two(routing.group_score),
+            routing.top_k,
+            block_of(E),
+            block_of(routing.groups, 1),
+            block_of(routing.top_k, 1),
+        )
+
+
+def rule_numbers(routing: Routing) -> tuple[float, float, float]:
+    """The run-time numbers of a rule: scale, softcap and floor."""
+    return routing.scale, routing.softcap or 1.0, routing.floor
+
+
 @triton.jit
-def _kept(key, scores, candidate, e, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
-          BLOCK_G: tl.constexpr):  # fmt: skip
+def _kept(key, scores, candidate, e, E, RULE: tl.constexpr):
     """Which experts lie in the kept groups. One row: key, scores, candidate are [BLOCK_E]."""
+    GROUPS: tl.constexpr = RULE.groups
     size = E // GROUPS
-    group = tl.arange(0, BLOCK_G)
+    group = tl.arange(0, RULE.block_g)
     # [BLOCK_G, BLOCK_E]
     inside = ((e // size)[None, :] == group[:, None]) & candidate[None, :]
-    if TOP2:
+    if RULE.sums_two:
         masked = tl.where(inside, scores[None, :], float("-inf"))
         first = tl.max(masked, 1)
         at = tl.argmax(masked, 1, tie_break_left=True)
@@ -127,30 +165,31 @@ def _kept(key, scores, candidate, e, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.con
         value = tl.where(second > float("-inf"), first + second, first)
     else:
         value = tl.max(tl.where(inside, key[None, :], float("-inf")), 1)
-    # A group is kept when fewer than TOP_GROUPS stand before it: larger, or equal with a lower id.
+    # A group is kept when fewer than top_groups stand before it: larger, or equal with a lower id.
     other, mine = value[None, :], value[:, None]
     before = (other > mine) | ((other == mine) & (group[None, :] < group[:, None]))
     before = before & (group < GROUPS)[None, :]
-    kept = (tl.sum(before.to(tl.int32), 1) < TOP_GROUPS) & (group < GROUPS)
+    kept = (tl.sum(before.to(tl.int32), 1) < RULE.top_groups) & (group < GROUPS)
     return tl.max((inside & kept[:, None]).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def route_row(
-    logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, scale, softcap, floor,
-    SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Route one token. logits: float32 [BLOCK_E], lanes from E up hold -inf."""
+def route_row(logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, numbers, RULE: tl.constexpr):
+    """Route one token. logits: float32 [RULE.block_e], lanes from E up hold -inf."""
+    SCORE: tl.constexpr = RULE.score
+    TOP_K: tl.constexpr = RULE.top_k
+    BLOCK_E: tl.constexpr = RULE.block_e
+    BLOCK_K: tl.constexpr = RULE.block_k
+    HAS_BIAS: tl.constexpr = bias_ptr is not None
+    scale, softcap, floor = numbers
     e = tl.arange(0, BLOCK_E)
     failed = _any((logits != logits) | (logits == float("inf")), 0)
     candidate = (logits > float("-inf")) & (e < E) & (failed == 0)
     capped = logits
-    if HAS_SOFTCAP:
-        bent, _ = tanh_and_slope(logits / softcap)
+    if RULE.softcap:
+        bent, _ = tanh_and_derivative(logits / softcap)
         capped = tl.where(logits > float("-inf"), softcap * bent, float("-inf"))
-    SCORED: tl.constexpr = HAS_BIAS or (GROUPS > 1 and TOP2)
+    SCORED: tl.constexpr = HAS_BIAS or (RULE.groups > 1 and RULE.sums_two)
     scores = logits
     if SCORED:
         scores = scores_of(capped, SCORE)
@@ -161,8 +200,8 @@ def route_row(
         candidate = candidate & (bias > float("-inf")) & (spoiled == 0)
         biased = scores + bias
         key = biased
-    if GROUPS > 1:
-        candidate = _kept(key, biased, candidate, e, E, GROUPS, TOP_GROUPS, TOP2, BLOCK_G)
+    if RULE.groups > 1:
+        candidate = _kept(key, biased, candidate, e, E, RULE)
 
     # All of it in 32-bit integers, of which a warp finds the largest in one instruction.
     NONE: tl.constexpr = -0x80000000
@@ -180,19 +219,19 @@ def route_row(
             best = tl.max(tl.where(e == chosen, ordered, NONE), 0)
         chosen_logits = tl.where(here, best, chosen_logits)
         left = tl.where(e == chosen, NONE, left)
-    x = _mirrored(chosen_logits).to(tl.float32, bitcast=True)
-    if HAS_SOFTCAP:
-        bent, _ = tanh_and_slope(x / softcap)
+    x = _flipped(chosen_logits).to(tl.float32, bitcast=True)
+    if RULE.softcap:
+        bent, _ = tanh_and_derivative(x / softcap)
         x = softcap * bent
 
     live = ids < E
     m, base, power = selected_parts(x, live, capped, SCORE)
     factor = tl.where(live, scale, 0.0)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         factor = factor * tl.load(scale_ptr + ids, mask=live, other=0.0).to(tl.float32)
-    selected, _ = shares_of(m, base, power, floor, RENORMALIZE)
+    selected, _ = shares_of(m, base, power, floor, RULE.renormalize)
     selected *= factor
-    if AFTER:
+    if RULE.renormalize_after_scale:
         # What was divided before cancels: the shares of the sum need no score that float32 holds.
         total = tl.sum(m * factor, 0)
         selected = tl.where(total == 0.0, selected, m * factor / tl.where(total == 0.0, 1.0, total))
@@ -203,44 +242,13 @@ def route_row(
 
 
 @triton.jit
-def _route_kernel(
-    logits_ptr, bias_ptr, scale_ptr, weights_ptr, ids_ptr, stride_t, stride_e, E, scale, softcap, floor,
-    SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def _route_kernel(logits_ptr, bias_ptr, scale_ptr, weights_ptr, ids_ptr, strides, E, numbers, RULE: tl.constexpr):
+    """Grid: tokens."""
+    stride_t, stride_e = strides
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK_E)
+    e = tl.arange(0, RULE.block_e)
     logits = tl.load(logits_ptr + row * stride_t + e * stride_e, mask=e < E, other=float("-inf")).to(tl.float32)
-    route_row(
-        logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, scale, softcap, floor, SCORE, RENORMALIZE, AFTER,
-        HAS_SOFTCAP, HAS_BIAS, HAS_SCALE, GROUPS, TOP_GROUPS, TOP2, TOP_K, BLOCK_E, BLOCK_G, BLOCK_K,
-    )  # fmt: skip
-
-
-def rule_numbers(routing: Routing) -> tuple[float, float, float]:
-    """The run-time numbers of a rule, as `route_row` takes them; refuses a score that it does not know."""
-    SCORE_NAMES[routing.score]
-    return routing.scale, routing.softcap or 1.0, routing.floor
-
-
-def rule_options(routing: Routing, E: int, bias: Tensor | None, per_expert_scale: Tensor | None) -> dict[str, Any]:
-    """The compile-time facts of a rule, as `route_row` takes them."""
-    return {
-        "SCORE": routing.score,
-        "RENORMALIZE": routing.renormalize,
-        "AFTER": routing.renormalize_after_scale,
-        "HAS_SOFTCAP": routing.softcap is not None,
-        "HAS_BIAS": bias is not None,
-        "HAS_SCALE": per_expert_scale is not None,
-        "GROUPS": routing.groups,
-        "TOP_GROUPS": routing.top_groups,
-        "TOP2": sums_two(routing.group_score),
-        "TOP_K": routing.top_k,
-        "BLOCK_E": block_of(E),
-        "BLOCK_G": block_of(routing.groups, 1),
-        "BLOCK_K": block_of(routing.top_k, 1),
-    }
+    route_row(logits, row, bias_ptr, scale_ptr, weights_ptr, ids_ptr, E, numbers, RULE)
 
 
 def route(
@@ -249,8 +257,7 @@ def route(
     T, E = logits.shape
     weights = torch.empty((T, routing.top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((T, routing.top_k), dtype=torch.int32, device=logits.device)
-    launch(
-        _route_kernel, (T,), logits, bias, per_expert_scale, weights, ids, *logits.stride(), E,
-        *rule_numbers(routing), **rule_options(routing, E, bias, per_expert_scale), num_warps=1 if E <= 256 else 4,
-    )  # fmt: skip
+    tensors = logits, bias, per_expert_scale, weights, ids
+    rule, warps = Rule.of(routing, E), 1 if E <= 256 else 4
+    launch(_route_kernel, (T,), *tensors, logits.stride(), E, rule_numbers(routing), RULE=rule, num_warps=warps)
     return weights, ids

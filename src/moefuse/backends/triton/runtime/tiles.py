@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.launch import INTERPRETED, block_of, capability
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Tile:
 
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
-FEW_TOKENS = 4
+DECODE_TOKENS = 4
 #: over this many rows per expert tiles are at their largest
 MANY_ROWS = 96
-#: over this many rows per expert Hopper takes hopper.py's product where that can
-TURNED_ROWS = 24
+#: over this many rows per expert Hopper takes grouped_linear_hopper.py's product where that can
+SWAP_AB_ROWS = 24
 #: and over this many where it decodes weights on the way, by the 128 rows at a time
-TURNED_ROWS_IN_BLOCKS = 52
+SWAP_AB_ROWS_IN_BLOCKS = 52
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
-TURNED_STAGES = {64: 7, 128: 5, 256: 4}
+SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
 #: up to this many programs of the down matrix-vector product leave room on a card
-_FEW_PROGRAMS = 600
+_DECODE_PROGRAMS = 600
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
@@ -56,7 +56,7 @@ def shared_limit(device: torch.device) -> int:
     return limit
 
 
-def few_up_tile(T: int, format: str = "") -> Tile:
+def decode_up_tile(T: int, format: str = "") -> Tile:
     """The tile of the up matrix-vector product; ``m`` is not used, nor ``k`` on most blocks."""
     if INTERPRETED:
         return Tile(1, 32, 256 if format else 64, 4, 1)
@@ -65,7 +65,7 @@ def few_up_tile(T: int, format: str = "") -> Tile:
     return Tile(1, 4, 256, 4, 1) if format else Tile(1, 8, 256, 4, 2 if T == 1 else 3)
 
 
-def few_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile:
+def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile:
     """Likewise of the down product, for so many ``results``. A program holds ``top_k`` tiles at once."""
     if INTERPRETED:
         return Tile(1, 16, 256 if format else 64, 4, 1)
@@ -75,9 +75,9 @@ def few_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile:
     if format:
         return Tile(1, 2 if slots <= 8 else 1, 256, 4, 1)
     n = 4 if slots <= 8 else 2
-    # A program has one stretch of each row under way: a short one where programs fill the card, but 256 bytes of a long
+    # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.
-    short = results > _FEW_PROGRAMS * n and (slots in (2, 4) or K <= 1024)
+    short = results > _DECODE_PROGRAMS * n and (slots in (2, 4) or K <= 1024)
     k, warps = (64, 4) if short else (128, 8)
     return Tile(1, n, k * max(1, 8 // slots), warps, 1)
 
@@ -105,8 +105,8 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     return _fitted(tile, itemsize, gated, device)
 
 
-def turned_width(rows_per_expert: float) -> int:
-    """Tokens of a tile of hopper.py's product: the least of which most experts need one, where there are such."""
+def swap_ab_width(rows_per_expert: float) -> int:
+    """Tokens of a tile of grouped_linear_hopper.py's product: the fewest of which most experts need one tile."""
     return 64 if rows_per_expert <= 80 else 128 if rows_per_expert <= 136 else 256
 
 
@@ -152,8 +152,8 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
 # The backward's tiles are not measured yet: they follow the forward's of the same height.
 
 
-def mirror_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
-    """The tile of a product with a mirrored weight."""
+def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
+    """The tile of a product with a transposed weight."""
     if INTERPRETED:
         return Tile(16, 32, 32, 4, 1)
     engine = capability(device) >= (9, 0)

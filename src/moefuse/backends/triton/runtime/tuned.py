@@ -22,8 +22,8 @@ import torch
 import triton
 
 from moefuse import config
-from moefuse.backends.triton.launch import INTERPRETED, block_of
-from moefuse.backends.triton.tiles import Tile, few_down_tile, few_up_tile, product_tile, shared_limit
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of
+from moefuse.backends.triton.runtime.tiles import Tile, decode_down_tile, decode_up_tile, product_tile, shared_limit
 
 _log = logging.getLogger("moefuse")
 _FORMAT = 1
@@ -35,8 +35,8 @@ _LEAST_LOAD = 2.0**-10
 class Product:
     """One of the two products of T tokens through their experts: ``N`` columns, sums over ``K``.
 
-    ``role``: "up" or "down", or "few up" and "few down" where each assignment is a matrix-vector product of its own.
-    ``format`` is that of the weights, empty for numbers of ``itemsize`` bytes, which activations have in any case.
+    ``role``: "up" or "down", or "decode up" and "decode down" where each assignment is a matrix-vector product of its
+    own. ``format`` is that of the weights, empty for numbers of ``itemsize`` bytes, which activations have in any case.
 
     >>> Product("up", 128, 768, 2048, 8, 100, 2, True).name
     'up E=128 N=768 K=2048 top_k=8 gated, 2 bytes, to 8 rows an expert'
@@ -53,8 +53,8 @@ class Product:
     format: str = ""
 
     @property
-    def few(self) -> bool:
-        return self.role.startswith("few")
+    def decodes(self) -> bool:
+        return self.role.startswith("decode")
 
     @property
     def load(self) -> float:
@@ -65,21 +65,21 @@ class Product:
     def name(self) -> str:
         """Products of one name share a tile: few tokens by their number, more by the power of two above the load."""
         size = f"{self.T} tokens"
-        if not self.few:
+        if not self.decodes:
             size = f"to {2.0 ** math.ceil(math.log2(max(self.load, _LEAST_LOAD))):g} rows an expert"
         gated, kind = " gated" if self.gated else "", self.format or f"{self.itemsize} bytes"
         return f"{self.role} E={self.E} N={self.N} K={self.K} top_k={self.top_k}{gated}, {kind}, {size}"
 
     def built_in(self, device: torch.device) -> Tile:
-        if self.role == "few up":
-            return few_up_tile(self.T, self.format)
-        if self.role == "few down":
-            return few_down_tile(self.T * self.N, self.K, self.top_k, self.format)
+        if self.role == "decode up":
+            return decode_up_tile(self.T, self.format)
+        if self.role == "decode down":
+            return decode_down_tile(self.T * self.N, self.K, self.top_k, self.format)
         return product_tile(self.load, self.itemsize, self.gated, device, self.format)
 
     def fits(self, tile: Tile, device: torch.device) -> bool:
         """Whether the card's shared memory holds the tile."""
-        at_once = block_of(self.top_k, 1) if self.role == "few down" else 1
+        at_once = block_of(self.top_k, 1) if self.role == "decode down" else 1
         return at_once * tile.shared_bytes(self.itemsize, self.gated, self.format) <= shared_limit(device)
 
 

@@ -18,17 +18,21 @@ _COMPILER_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 PDL: bool = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+#: the same, for kernels
+HAS_PDL = tl.constexpr(PDL)
+
+
 @triton.jit
-def wait(PDL: tl.constexpr):
+def wait():
     """Everything the launches before wrote is visible after this."""
-    if PDL:
+    if HAS_PDL:
         gdc_wait()
 
 
 @triton.jit
-def launch_dependents(PDL: tl.constexpr):
+def launch_dependents():
     """The launch that follows may begin."""
-    if PDL:
+    if HAS_PDL:
         gdc_launch_dependents()
 
 
@@ -51,7 +55,7 @@ def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
 
 
 class Recorder(Protocol):
-    """Who takes launches down instead of making them, see `moefuse.backends.triton.recording`."""
+    """Who takes launches down instead of making them, see `moefuse.backends.triton.runtime.replay`."""
 
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
 
@@ -91,6 +95,8 @@ def _kind(value: Any) -> Any:
     """What Triton specialises a run-time argument on."""
     if isinstance(value, Tensor):
         return value.dtype, begins_aligned(value)
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0, -(2**31) <= value < 2**31
     if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's
@@ -106,7 +112,8 @@ _MOST_COMPILED = 4096
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run ``kernel`` on the device of its first argument. An empty grid is no launch.
 
-    Triton's own launch sorts out its arguments anew each time, 40 us for kernels of this many; a call whose kinds of
+    Strides and other numbers may come in tuples; tensors stand for themselves, so that a replay finds them.
+    Triton's own launch inspects its arguments anew each time, 40 us for kernels of this many; a call whose kinds of
     arguments were seen before goes straight to the compiled kernel.
     """
     if 0 in grid:

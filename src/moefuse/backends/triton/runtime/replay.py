@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
+from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
@@ -100,6 +100,7 @@ class _Taker:
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(isinstance(arg, TensorDescriptor) for arg in args):
             self.refuse("a descriptor")
+        assert not any(isinstance(part, Tensor) for arg in args if isinstance(arg, tuple) for part in arg)
         compiled = None
         if not INTERPRETED:
             compiled = compiled_for(kernel, self.device, args, options)

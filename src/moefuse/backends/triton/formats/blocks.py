@@ -1,36 +1,26 @@
-"""GGUF blocks to numbers, in registers: one branch per format, runs of 32 values.
+"""GGUF blocks to numbers, in registers: a decoder and a row per format, runs of 32 values.
 
 Every format stores runs of 32 values whose bytes lie together, so a run is what a decoder makes of a block: its loads
 are contiguous, and a tile may hold any mixture of rows and runs. Layouts: quant/blocks.py.
 """
+# ruff: noqa: ARG001  a format of one run takes its number like any other
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from moefuse.backends.codes import Codes
+from moefuse.backends.codes import Table
+from moefuse.backends.triton.runtime.launch import INTERPRETED
 from moefuse.quant.formats import FORMATS
 
-#: the formats that `_decode` has a branch for
-DECODED = Codes(
-    "triton", "format",
-    ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"),
-    FORMATS,
-)  # fmt: skip
 #: values that a step of a product takes: whole blocks of every format
 STRIP = tl.constexpr(256)
 RUNS = tl.constexpr(8)
-
-
-@triton.constexpr_function
-def _values(name):
-    return FORMATS[name].values
-
-
-@triton.constexpr_function
-def _nbytes(name):
-    return FORMATS[name].nbytes
+#: whether the card's own instructions can be used
+HAS_ASM = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -86,80 +76,167 @@ def _codebook(q):
 
 
 @triton.jit
-def _decode(block_ptr, run, FORMAT: tl.constexpr):
-    """Values 32 * run to 32 * run + 31 of each block; ``block_ptr`` and ``run`` are [R]: [R, 32] float32."""
-    l = tl.arange(0, 32)[None, :]
-    at = run[:, None]
-    half, part = at // 4, at % 4
-    sub = 8 * half + 2 * part + l // 16  # the 16-value sub-block of Q6_K, Q3_K and Q2_K
-    if FORMAT == "Q8_0":
-        q = _bytes(block_ptr, 2 + l)
-        return _half(block_ptr, 0) * tl.where(q < 128, q, q - 256)
-    elif FORMAT == "Q4_0":
-        return _half(block_ptr, 0) * (_nibbles(block_ptr, 2) - 8)
-    elif FORMAT == "Q4_1":
-        return _half(block_ptr, 0) * _nibbles(block_ptr, 4) + _half(block_ptr, 2)
-    elif FORMAT == "Q5_0":
-        return _half(block_ptr, 0) * ((_nibbles(block_ptr, 6) | _fifth_bits(block_ptr, 2)) - 16)
-    elif FORMAT == "Q5_1":
-        return _half(block_ptr, 0) * (_nibbles(block_ptr, 8) | _fifth_bits(block_ptr, 4)) + _half(block_ptr, 2)
-    elif FORMAT == "IQ4_NL":
-        return _half(block_ptr, 0) * _codebook(_nibbles(block_ptr, 2))
-    elif FORMAT == "IQ4_XS":
-        high = _byte(block_ptr, 2 + run // 4) >> (2 * part)
-        low = _byte(block_ptr, 4 + run // 2) >> (4 * (at % 2))
-        scale = ((low & 15) | ((high & 3) << 4)) - 32
-        return _half(block_ptr, 0) * scale * _codebook(_nibbles(block_ptr, 8 + 16 * at))
-    elif FORMAT == "MXFP4":
-        code = _nibbles(block_ptr, 1)
-        size = code & 7
-        size = tl.where(size < 5, size, tl.where(size == 5, 6, tl.where(size == 6, 8, 12)))
-        exponent = _byte(block_ptr, 0)
-        bits = tl.where(exponent < 2, 0x00200000 << tl.minimum(exponent, 1), (exponent - 1) << 23)
-        return bits.to(tl.float32, bitcast=True) * tl.where(code < 8, size, -size)
-    elif FORMAT == "Q4_K":
-        scale, least = _scale_and_min(block_ptr, run)
-        q = (_bytes(block_ptr, 16 + 32 * (at // 2) + l) >> (4 * (at % 2))) & 15
-        return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
-    elif FORMAT == "Q5_K":
-        scale, least = _scale_and_min(block_ptr, run)
-        q = (_bytes(block_ptr, 48 + 32 * (at // 2) + l) >> (4 * (at % 2))) & 15
-        q = q | (((_bytes(block_ptr, 16 + l) >> at) & 1) << 4)
-        return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
-    elif FORMAT == "Q6_K":
-        low = (_bytes(block_ptr, 64 * half + 32 * (part % 2) + l) >> (4 * (part // 2))) & 15
-        high = (_bytes(block_ptr, 128 + 32 * half + l) >> (2 * part)) & 3
-        scale = _bytes(block_ptr, 192 + sub)
-        return _half(block_ptr, 208) * tl.where(scale < 128, scale, scale - 256) * ((low | (high << 4)) - 32)
-    elif FORMAT == "Q2_K":
-        q = (_bytes(block_ptr, 16 + 32 * half + l) >> (2 * part)) & 3
-        both = _bytes(block_ptr, sub)
-        return _half(block_ptr, 80) * (both & 15) * q - _half(block_ptr, 82) * (both >> 4)
-    else:
-        tl.static_assert(FORMAT == "Q3_K", "a format that Triton's kernels do not know")
-        q = (_bytes(block_ptr, 32 + 32 * half + l) >> (2 * part)) & 3
-        q = q - 4 + (((_bytes(block_ptr, l) >> at) & 1) << 2)
-        low = _bytes(block_ptr, 96 + sub % 8) >> (4 * half)
-        high = _bytes(block_ptr, 104 + sub % 4) >> (2 * (sub // 4))
-        return _half(block_ptr, 108) * (((low & 15) | ((high & 3) << 4)) - 32) * q
+def _lanes():
+    """The places of a run's values: [1, 32]."""
+    return tl.arange(0, 32)[None, :]
 
 
 @triton.jit
-def decode_runs(row_ptr, start, run, K, FORMAT: tl.constexpr):
+def _halves(run):
+    """Of a run of Q6_K, Q3_K or Q2_K: its half of the block and its part of that, and the sub-blocks of its values."""
+    at = run[:, None]
+    half, part = at // 4, at % 4
+    return half, part, 8 * half + 2 * part + _lanes() // 16
+
+
+# A decoder has its format's name and gives values 32 * run to 32 * run + 31 of each block: [R, 32] float32, where
+# ``block_ptr`` and ``run`` are [R].
+
+
+@triton.jit
+def q8_0(block_ptr, run):
+    q = _bytes(block_ptr, 2 + _lanes())
+    return _half(block_ptr, 0) * tl.where(q < 128, q, q - 256)
+
+
+@triton.jit
+def q4_0(block_ptr, run):
+    return _half(block_ptr, 0) * (_nibbles(block_ptr, 2) - 8)
+
+
+@triton.jit
+def q4_1(block_ptr, run):
+    return _half(block_ptr, 0) * _nibbles(block_ptr, 4) + _half(block_ptr, 2)
+
+
+@triton.jit
+def q5_0(block_ptr, run):
+    return _half(block_ptr, 0) * ((_nibbles(block_ptr, 6) | _fifth_bits(block_ptr, 2)) - 16)
+
+
+@triton.jit
+def q5_1(block_ptr, run):
+    return _half(block_ptr, 0) * (_nibbles(block_ptr, 8) | _fifth_bits(block_ptr, 4)) + _half(block_ptr, 2)
+
+
+@triton.jit
+def iq4_nl(block_ptr, run):
+    return _half(block_ptr, 0) * _codebook(_nibbles(block_ptr, 2))
+
+
+@triton.jit
+def iq4_xs(block_ptr, run):
+    at = run[:, None]
+    high = _byte(block_ptr, 2 + run // 4) >> (2 * (at % 4))
+    low = _byte(block_ptr, 4 + run // 2) >> (4 * (at % 2))
+    scale = ((low & 15) | ((high & 3) << 4)) - 32
+    return _half(block_ptr, 0) * scale * _codebook(_nibbles(block_ptr, 8 + 16 * at))
+
+
+@triton.jit
+def mxfp4(block_ptr, run):
+    code = _nibbles(block_ptr, 1)
+    size = code & 7
+    size = tl.where(size < 5, size, tl.where(size == 5, 6, tl.where(size == 6, 8, 12)))
+    exponent = _byte(block_ptr, 0)
+    bits = tl.where(exponent < 2, 0x00200000 << tl.minimum(exponent, 1), (exponent - 1) << 23)
+    return bits.to(tl.float32, bitcast=True) * tl.where(code < 8, size, -size)
+
+
+@triton.jit
+def q4_k(block_ptr, run):
+    at = run[:, None]
+    scale, least = _scale_and_min(block_ptr, run)
+    q = (_bytes(block_ptr, 16 + 32 * (at // 2) + _lanes()) >> (4 * (at % 2))) & 15
+    return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
+
+
+@triton.jit
+def q5_k(block_ptr, run):
+    at = run[:, None]
+    scale, least = _scale_and_min(block_ptr, run)
+    q = (_bytes(block_ptr, 48 + 32 * (at // 2) + _lanes()) >> (4 * (at % 2))) & 15
+    q = q | (((_bytes(block_ptr, 16 + _lanes()) >> at) & 1) << 4)
+    return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
+
+
+@triton.jit
+def q6_k(block_ptr, run):
+    half, part, sub = _halves(run)
+    low = (_bytes(block_ptr, 64 * half + 32 * (part % 2) + _lanes()) >> (4 * (part // 2))) & 15
+    high = (_bytes(block_ptr, 128 + 32 * half + _lanes()) >> (2 * part)) & 3
+    scale = _bytes(block_ptr, 192 + sub)
+    return _half(block_ptr, 208) * tl.where(scale < 128, scale, scale - 256) * ((low | (high << 4)) - 32)
+
+
+@triton.jit
+def q2_k(block_ptr, run):
+    half, part, sub = _halves(run)
+    q = (_bytes(block_ptr, 16 + 32 * half + _lanes()) >> (2 * part)) & 3
+    both = _bytes(block_ptr, sub)
+    return _half(block_ptr, 80) * (both & 15) * q - _half(block_ptr, 82) * (both >> 4)
+
+
+@triton.jit
+def q3_k(block_ptr, run):
+    half, part, sub = _halves(run)
+    q = (_bytes(block_ptr, 32 + 32 * half + _lanes()) >> (2 * part)) & 3
+    q = q - 4 + (((_bytes(block_ptr, _lanes()) >> run[:, None]) & 1) << 2)
+    low = _bytes(block_ptr, 96 + sub % 8) >> (4 * half)
+    high = _bytes(block_ptr, 104 + sub % 4) >> (2 * (sub // 4))
+    return _half(block_ptr, 108) * (((low & 15) | ((high & 3) << 4)) - 32) * q
+
+
+#: format -> its decoder
+DECODERS: Table[Any] = Table(
+    "triton",
+    "format",
+    {
+        "Q8_0": q8_0,
+        "Q4_0": q4_0,
+        "Q4_1": q4_1,
+        "Q5_0": q5_0,
+        "Q5_1": q5_1,
+        "IQ4_NL": iq4_nl,
+        "IQ4_XS": iq4_xs,
+        "MXFP4": mxfp4,
+        "Q4_K": q4_k,
+        "Q5_K": q5_k,
+        "Q6_K": q6_k,
+        "Q2_K": q2_k,
+        "Q3_K": q3_k,
+    },
+    FORMATS,
+)
+
+
+@triton.constexpr_function
+def _values(decode):
+    return FORMATS[decode.__name__.upper()].values
+
+
+@triton.constexpr_function
+def _nbytes(decode):
+    return FORMATS[decode.__name__.upper()].nbytes
+
+
+@triton.jit
+def decode_runs(row_ptr, start, run, K, DECODE: tl.constexpr):
     """Values ``start + 32 * run`` and the 31 after it of each row; zero from K on. ``start`` is a multiple of STRIP.
 
-    ``row_ptr`` [R] points at rows of whole blocks, or of numbers with FORMAT ""; ``run`` [R] is from 0 to RUNS - 1:
-    [R, 32] float32.
+    ``row_ptr`` [R] points at rows of whole blocks, or of numbers where DECODE is None; ``run`` [R] is from 0 to
+    RUNS - 1: [R, 32] float32.
     """
     inside = start + 32 * run < K
-    if FORMAT == "":
+    if DECODE is None:
         at = start + 32 * run[:, None] + tl.arange(0, 32)[None, :]
         return tl.load(row_ptr[:, None] + at, mask=at < K, other=0.0).to(tl.float32)
-    elif _values(FORMAT) == 256:
-        return _decode(row_ptr + (start + 32 * run) // 256 * _nbytes(FORMAT), run, FORMAT)
+    elif _values(DECODE) == 256:
+        return DECODE(row_ptr + (start + 32 * run) // 256 * _nbytes(DECODE), run)
     else:
+        tl.static_assert(_values(DECODE) == 32, "blocks must hold 32 values or 256")
         block = (start + 32 * run) // 32
-        found = _decode(row_ptr + tl.where(inside, block, 0) * _nbytes(FORMAT), tl.zeros_like(run), FORMAT)
+        found = DECODE(row_ptr + tl.where(inside, block, 0) * _nbytes(DECODE), tl.zeros_like(run))
         return tl.where(inside[:, None], found, 0.0)
 
 
@@ -176,9 +253,8 @@ def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
     """
     if ASM:
         given = [words, factor, -8388608.0 * factor]
-        found = tl.inline_asm_elementwise(
-            _scaled_byte_asm(at), "=r,r,r,r", given, dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+        asm: tl.constexpr = _scaled_byte_asm(at)
+        found = tl.inline_asm_elementwise(asm, "=r,r,r,r", given, dtype=tl.float32, is_pure=True, pack=1)
     else:
         found = ((words >> (8 * at)) & 0xFF).to(tl.float32) * factor
     return found
@@ -214,10 +290,9 @@ def _unpacked(both, s0, s1, s2):
     """From the four words of a Q4_K block's head: d, -d_min, and scales and then minima, of four runs in a word."""
     d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (
-        d, -d_min, s0 & 0x3F3F3F3F, (s2 & 0x0F0F0F0F) | ((s0 >> 2) & 0x30303030),
-        s1 & 0x3F3F3F3F, ((s2 >> 4) & 0x0F0F0F0F) | ((s1 >> 2) & 0x30303030),
-    )  # fmt: skip
+    late_scales = (s2 & 0x0F0F0F0F) | ((s0 >> 2) & 0x30303030)
+    late_mins = ((s2 >> 4) & 0x0F0F0F0F) | ((s1 >> 2) & 0x30303030)
+    return d, -d_min, s0 & 0x3F3F3F3F, late_scales, s1 & 0x3F3F3F3F, late_mins
 
 
 @triton.jit
@@ -264,10 +339,12 @@ def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr)
     """
     scale, offset, second, second_offset = _factors(head, i, ASM)
     if ASM:
+        given = [q, scale, offset, second, second_offset]
+        asm: tl.constexpr = _nibbles_asm(dtype, ASM, True)
+        registers: tl.constexpr = _nibbles_registers(ASM)
         low, high = tl.inline_asm_elementwise(
-            _nibbles_asm(dtype, ASM, True), _nibbles_registers(ASM), [q, scale, offset, second, second_offset],
-            dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM,
-        )  # fmt: skip
+            asm, registers, given, dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM
+        )
     else:
         low = ((q & 15).to(tl.float32) * scale + offset).to(dtype)
         high = ((q >> 4).to(tl.float32) * second + second_offset).to(dtype)
@@ -282,9 +359,13 @@ def q4_k_words(q, head, i: tl.constexpr, dtype: tl.constexpr):
     """
     scale, offset, second, second_offset = _factors(head, i, True)
     return tl.inline_asm_elementwise(
-        _nibbles_asm(dtype, 4, False), "=r,=r,=r,=r,r,r,r,r,r", [q, scale, offset, second, second_offset],
-        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
-    )  # fmt: skip
+        _nibbles_asm(dtype, 4, False),
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [q, scale, offset, second, second_offset],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -309,10 +390,8 @@ def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
     a1, b1 = tl.split(second)
     a2, b2 = tl.split(third)
     a3, b3 = tl.split(fourth)
-    return (
-        a0[:, :, None, :], a1[:, :, None, :], a2[:, :, None, :], a3[:, :, None, :],
-        b0[:, :, None, :], b1[:, :, None, :], b2[:, :, None, :], b3[:, :, None, :],
-    )  # fmt: skip
+    low = a0[:, :, None, :], a1[:, :, None, :], a2[:, :, None, :], a3[:, :, None, :]
+    return low + (b0[:, :, None, :], b1[:, :, None, :], b2[:, :, None, :], b3[:, :, None, :])  # noqa: RUF005
 
 
 _DOTS = tl.constexpr(
@@ -325,9 +404,9 @@ _DOTS = tl.constexpr(
 
 
 @triton.jit
-def _dots(q, x0, x1, x2, x3, total, ASM: tl.constexpr):
+def _dots(q, x0, x1, x2, x3, total):
     """The low halves of the four bytes of words times four numbers; ``total`` is the numbers' sum."""
-    if ASM:
+    if HAS_ASM:
         found = tl.inline_asm_elementwise(
             _DOTS, "=&r,r,r,r,r,r,r", [q, x0, x1, x2, x3, -128.0 * total], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -355,10 +434,8 @@ def _x_bytes(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
     second, fourth = tl.split(odd)
     words = first | (second << 8) | (third << 16) | (fourth << 24)
     words_a, words_b = tl.split(tl.permute(words, [0, 1, 3, 2]))
-    return (
-        words_a[:, :, None, :], words_b[:, :, None, :], factor_a[:, :, None], factor_b[:, :, None],
-        sum_a[:, :, None], sum_b[:, :, None],
-    )  # fmt: skip
+    factors = factor_a[:, :, None], factor_b[:, :, None], sum_a[:, :, None], sum_b[:, :, None]
+    return (words_a[:, :, None, :], words_b[:, :, None, :]) + factors  # noqa: RUF005
 
 
 _BYTE_DOTS = tl.constexpr(
@@ -368,9 +445,9 @@ _BYTE_DOTS = tl.constexpr(
 
 
 @triton.jit
-def _byte_dots(q, words_a, words_b, ASM: tl.constexpr):
+def _byte_dots(q, words_a, words_b):
     """The low halves of the four bytes of words times four bytes, and 16 times the high halves times four others."""
-    if ASM:
+    if HAS_ASM:
         low, high = tl.inline_asm_elementwise(
             _BYTE_DOTS, "=&r,=&r,r,r,r", [q, words_a, words_b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
@@ -400,14 +477,15 @@ def q4_k_load(row_ptr, start, K, GROUPS: tl.constexpr):
     q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :], mask=inside[:, :, :, None], other=0)
     head = base + block[None, :, None]
     shift = (16 * (i % 2)).to(tl.uint32)[None, :, None]
-    return (
-        q, tl.load(head, mask=inside, other=0), tl.load(head + 1, mask=inside, other=0) >> shift,
-        tl.load(head + 2, mask=inside, other=0) >> shift, tl.load(head + 3, mask=inside, other=0) >> shift,
-    )  # fmt: skip
+    both = tl.load(head, mask=inside, other=0)
+    s0 = tl.load(head + 1, mask=inside, other=0) >> shift
+    s1 = tl.load(head + 2, mask=inside, other=0) >> shift
+    s2 = tl.load(head + 3, mask=inside, other=0) >> shift
+    return q, both, s0, s1, s2
 
 
 @triton.jit
-def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.constexpr, ASM: tl.constexpr):
+def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.constexpr):
     """Sums ``total`` [A, GROUPS, B, words or their halves] and of minima ``least`` [A, GROUPS, B], with more to them.
 
     What `q4_k_load` loaded, times x as `_x_bytes` or `_x_words` gives it.
@@ -417,10 +495,10 @@ def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.conste
     # a group's two are the first bytes
     early = (tl.arange(0, GROUPS) % 4 < 2)[None, :, None]
     scales, mins = tl.where(early, early_scales, late_scales), tl.where(early, early_mins, late_mins)
-    scale_a, scale_b = _scaled_byte(scales, 0, d, ASM), _scaled_byte(scales, 1, d, ASM)
+    scale_a, scale_b = _scaled_byte(scales, 0, d, HAS_ASM), _scaled_byte(scales, 1, d, HAS_ASM)
     if ROUNDED:
         words_a, words_b, factor_a, factor_b, sum_a, sum_b = x
-        low, high = _byte_dots(q, words_a, words_b, ASM)
+        low, high = _byte_dots(q, words_a, words_b)
         halves: tl.constexpr = [q.shape[0], GROUPS, q.shape[2], 2, 4]
         low = tl.sum(tl.reshape(low, halves), 4).to(tl.float32)
         high = tl.sum(tl.reshape(high, halves), 4).to(tl.float32)
@@ -429,32 +507,34 @@ def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.conste
     else:
         a0, a1, a2, a3, b0, b1, b2, b3 = x
         words_a, words_b = a0 + a1 + a2 + a3, b0 + b1 + b2 + b3
-        low, high = _dots(q, a0, a1, a2, a3, words_a, ASM), _dots(q >> 4, b0, b1, b2, b3, words_b, ASM)
+        low, high = _dots(q, a0, a1, a2, a3, words_a), _dots(q >> 4, b0, b1, b2, b3, words_b)
         sum_a, sum_b = tl.sum(words_a, 3), tl.sum(words_b, 3)
     total += scale_a[:, :, :, None] * low + scale_b[:, :, :, None] * high
-    least += _scaled_byte(mins, 0, minus_d_min, ASM) * sum_a + _scaled_byte(mins, 1, minus_d_min, ASM) * sum_b
+    least += _scaled_byte(mins, 0, minus_d_min, HAS_ASM) * sum_a + _scaled_byte(mins, 1, minus_d_min, HAS_ASM) * sum_b
     return total, least
 
 
 @triton.jit
-def q4_k_products(
-    loaded, second_loaded, row_ptr, second_ptr, x_ptr, K, stride, A: tl.constexpr, B: tl.constexpr,
-    GROUPS: tl.constexpr, TWO: tl.constexpr, ROUNDED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """``row_ptr`` [A, B] rows of Q4_K blocks, each times the row at ``x_ptr`` [A]: [A, B] float32.
+def q4_k_products(loaded, ptrs, x_ptr, K, stride, GROUPS: tl.constexpr, ROUNDED: tl.constexpr):
+    """Rows ``ptrs`` [A, B] of Q4_K blocks, each times the row at ``x_ptr`` [A]: [A, B] float32.
 
-    ``loaded`` is what `q4_k_load` gave for their beginning. And those of ``second_ptr`` if TWO: both share the work on
-    x. Groups of 64 stand before rows, so that a thread has one group of many rows. ROUNDED: x in 8 bits.
+    ``ptrs`` and what `q4_k_load` gave for their beginning, ``loaded``, are two each: the second None, or rows that
+    share the work on x. Groups of 64 stand before rows, so that a thread has one group of many rows. ROUNDED: x in 8
+    bits.
     """
+    loaded, second_loaded = loaded
+    row_ptr, second_ptr = ptrs
+    A: tl.constexpr = row_ptr.shape[0]
+    B: tl.constexpr = row_ptr.shape[1]
     total = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
     least = tl.zeros([A, GROUPS, B], tl.float32)
     second = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
     second_least = tl.zeros([A, GROUPS, B], tl.float32)
     for start in range(0, K, 64 * GROUPS):
         x = (_x_bytes if ROUNDED else _x_words)(x_ptr, start, K, stride, A, GROUPS)
-        total, least = _q4_k_step(loaded, x, total, least, GROUPS, ROUNDED, ASM)
+        total, least = _q4_k_step(loaded, x, total, least, GROUPS, ROUNDED)
         loaded = q4_k_load(row_ptr, start + 64 * GROUPS, K, GROUPS)
-        if TWO:
-            second, second_least = _q4_k_step(second_loaded, x, second, second_least, GROUPS, ROUNDED, ASM)
+        if second_ptr is not None:
+            second, second_least = _q4_k_step(second_loaded, x, second, second_least, GROUPS, ROUNDED)
             second_loaded = q4_k_load(second_ptr, start + 64 * GROUPS, K, GROUPS)
     return tl.sum(tl.sum(total, 3) + least, 1), tl.sum(tl.sum(second, 3) + second_least, 1)

@@ -8,25 +8,42 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.grouped_linear import described
-from moefuse.backends.triton.launch import PDL, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.tiles import outer_tile
+from moefuse.backends.triton.runtime.launch import PDL, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import outer_tile
+from moefuse.types import Plan
 
 
 @triton.jit(do_not_specialize=["grad_divisor", "x_divisor"])
 def _outer_kernel(
-    grad_ptr, x_ptr, grad_desc, x_desc, offsets_ptr, order_ptr, out_ptr, N, K, grad_divisor, x_divisor,
-    stride_gm, stride_gn, stride_xm, stride_xk, stride_oe, stride_on,
-    GATHER_GRAD: tl.constexpr, GATHER_X: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    grad_desc,
+    x_desc,
+    offsets_ptr,
+    order_ptr,
+    out_ptr,
+    grad_divisor,
+    x_divisor,
+    sizes,
+    strides,
+    GATHER_GRAD: tl.constexpr,
+    GATHER_X: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A [BLOCK_N, BLOCK_K] tile of one expert's gradient, rows summed in order.
 
     A gathered operand's row is the assignment over its divisor: a token, or the slot itself.
-    TMA: the operand that lies in order comes through the copy engine, where the expert has a whole tile of rows.
+    An operand with a descriptor lies in order and comes through the copy engine, where the expert has a whole tile of
+    rows.
     Grid: experts, N tiles, K tiles, the last fastest: an expert's rows stay in the second-level cache.
     """
-    wait(PDL)
-    launch_dependents(PDL)
+    wait()
+    launch_dependents()
+    N, K = sizes
+    stride_gm, stride_gn, stride_xm, stride_xk, stride_oe, stride_on, _ = strides
+    TMA: tl.constexpr = grad_desc is not None or x_desc is not None
     columns, lines = tl.cdiv(K, BLOCK_K), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     expert = (pid // (columns * lines)).to(tl.int64)
@@ -68,26 +85,34 @@ def _outer_kernel(
 
 
 def outer(
-    grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, out: Tensor, *, gather_grad: bool, gather_x: bool
-) -> None:
-    """Launch the outer product into ``out`` ``[E, N, K]``, whose rows are dense."""
-    E, N, K = out.shape
-    S = order.shape[0]
+    grad: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype, *, gather_grad: bool = False, gather_x: bool = False
+) -> Tensor:
+    """Launch the outer product into ``[E, N, K]``."""
+    S, E, N, K = plan.assignments, plan.num_experts, grad.shape[1], x.shape[1]
+    out = torch.empty((E, N, K), dtype=dtype, device=grad.device)
     tile = outer_tile(S / E, grad.element_size(), gather_x, grad.device)
     grad_desc = x_desc = None
     if tile.copy_engine and gather_grad != gather_x:
         grad_desc = None if gather_grad else described(grad, tile.k, tile.m)
         x_desc = None if gather_x else described(x, tile.k, tile.n)
-    divisors = (max(1, S // max(1, t.shape[0])) for t in (grad, x))
     launch(
-        _outer_kernel, (E * ceil_div(N, tile.m) * ceil_div(K, tile.n),), grad, x, grad_desc, x_desc, offsets, order,
-        out, N, K, *divisors, *grad.stride(), *x.stride(), *out.stride()[:2], GATHER_GRAD=gather_grad,
-        GATHER_X=gather_x, TMA=grad_desc is not None or x_desc is not None, PDL=PDL, BLOCK_M=tile.k, BLOCK_N=tile.m,
-        BLOCK_K=tile.n, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=PDL,
-    )  # fmt: skip
-
-
-def grouped_outer(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor, gather: bool, scatter: bool) -> Tensor:
-    out = torch.empty((offsets.shape[0] - 1, grad.shape[1], x.shape[1]), dtype=grad.dtype, device=grad.device)
-    outer(grad, x, offsets, order, out, gather_grad=scatter, gather_x=gather)
+        _outer_kernel,
+        (E * ceil_div(N, tile.m) * ceil_div(K, tile.n),),
+        *(grad, x, grad_desc, x_desc, plan.offsets, plan.order, out),
+        *(max(1, S // max(1, t.shape[0])) for t in (grad, x)),
+        (N, K),
+        (*grad.stride(), *x.stride(), *out.stride()),
+        GATHER_GRAD=gather_grad,
+        GATHER_X=gather_x,
+        BLOCK_M=tile.k,
+        BLOCK_N=tile.m,
+        BLOCK_K=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=PDL,
+    )
     return out
+
+
+def grouped_outer(grad: Tensor, x: Tensor, plan: Plan, gather: bool, scatter: bool) -> Tensor:
+    return outer(grad, x, plan, grad.dtype, gather_grad=scatter, gather_x=gather)

@@ -1,6 +1,6 @@
 """The grouped product on Hopper for many rows per expert: persistent and warp-specialised, written in Gluon.
 
-The product is turned: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH + 32 tokens to a tile, so that an
+A and B are swapped: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH + 32 tokens to a tile, so that an
 expert's rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64
 weight rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead
 over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way. Weights in Q4_K
@@ -12,6 +12,8 @@ warpgroup.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moefuse.backends.triton.activation import activate, activation_numbers
-from moefuse.backends.triton.blocks import q4_k_scales, q4_k_words, quarters
-from moefuse.backends.triton.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
+from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
+from moefuse.backends.triton.formats.blocks import q4_k_scales, q4_k_words, quarters
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.tiles import TURNED_ROWS, TURNED_ROWS_IN_BLOCKS, TURNED_STAGES
+from moefuse.backends.triton.runtime.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
+from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS, SWAP_AB_ROWS_IN_BLOCKS, SWAP_AB_STAGES
 from moefuse.types import Activation
 
 # Triton 3.9 has these by other names than 3.6.
@@ -97,13 +99,31 @@ def _token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
     return x_ptr + ((slots // TOP_K).to(gl.int64) * K)[:, None] + k[None, :]
 
 
+class Form(NamedTuple):
+    """What the product is compiled for, besides its activation.
+
+    ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors. ``row_words``: words of a
+    weight row in Q4_K blocks, which the producer decodes; 0 for numbers.
+    """
+
+    n: int
+    k: int
+    gated: bool
+    gather: bool
+    top_k: int
+    programs: int
+    width: int
+    stages: int
+    row_words: int
+
+
 @gluon.jit
-def _bring_tokens(
-    x, tail, bar, first, rows, start, ptrs0, ptrs64, ptrs128, tail_ptrs, x_desc, half_desc, tail_desc,
-    BYTES: gl.constexpr, GATHER: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
+def _bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.constexpr, FORM: gl.constexpr):
     """Ask for a stage's tokens; ``bar`` also expects BYTES from the copy engine."""
+    GATHER: gl.constexpr = FORM.gather
+    WIDTH: gl.constexpr = FORM.width
     if GATHER:
+        ptrs0, ptrs64, ptrs128, tail_ptrs = ptrs
         if BYTES:
             mbarrier.expect(bar, BYTES)
         load_rows(x.slice(0, 64, dim=0), ptrs0 + start)
@@ -117,6 +137,7 @@ def _bring_tokens(
             load_rows(tail, tail_ptrs + start)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
+        x_desc, half_desc, tail_desc = descs
         HALF: gl.constexpr = WIDTH // 2
         mbarrier.expect(bar, BYTES + HALF * BLOCK_K * 2, pred=rows <= HALF)
         mbarrier.expect(bar, BYTES + WIDTH * BLOCK_K * 2, pred=(rows > HALF) & (rows <= WIDTH))
@@ -163,10 +184,9 @@ def _decode(q, head, i: gl.constexpr, w):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, layout)
     d, minus_d_min, s0, s4, m0, m4 = head
-    head = (
-        gl.convert_layout(d, row), gl.convert_layout(minus_d_min, row), gl.convert_layout(s0, row),
-        gl.convert_layout(s4, row), gl.convert_layout(m0, row), gl.convert_layout(m4, row),
-    )  # fmt: skip
+    factors = gl.convert_layout(d, row), gl.convert_layout(minus_d_min, row)
+    scales = gl.convert_layout(s0, row), gl.convert_layout(s4, row)
+    head = factors + scales + (gl.convert_layout(m0, row), gl.convert_layout(m4, row))
     a, b, c, d = q4_k_words(gl.convert_layout(q, layout), head, i, w.dtype)
     low = gl.join(a, b).reshape([128, 16])
     high = gl.join(c, d).reshape([128, 16])
@@ -175,13 +195,20 @@ def _decode(q, head, i: gl.constexpr, w):
 
 
 @gluon.jit
-def _produce(
-    x_ring, tail_ring, w_ring, full, empty, raw, raw_full, tiles_ptr, order_ptr, x_ptr, x_desc, half_desc, tail_desc,
-    w_desc, u_desc, w_ptr, u_offset, pitch,
-    N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
-    PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROW_WORDS: gl.constexpr,
-):  # fmt: skip
+def _produce(rings, pointers, x_descs, w_descs, u_offset, pitch, FORM: gl.constexpr):
     """Fill the ring, tile after tile. Spans are read two tiles ahead and slots one, so that nothing waits for them."""
+    N: gl.constexpr = FORM.n
+    K: gl.constexpr = FORM.k
+    GATED: gl.constexpr = FORM.gated
+    GATHER: gl.constexpr = FORM.gather
+    TOP_K: gl.constexpr = FORM.top_k
+    PROGRAMS: gl.constexpr = FORM.programs
+    WIDTH: gl.constexpr = FORM.width
+    STAGES: gl.constexpr = FORM.stages
+    ROW_WORDS: gl.constexpr = FORM.row_words
+    x_ring, tail_ring, w_ring, full, empty, raw, raw_full = rings
+    x_ptr, w_ptr, tiles_ptr, order_ptr = pointers
+    w_desc, u_desc = w_descs
     BLOCK_N: gl.constexpr = 64 if GATED else 128
     COLUMNS: gl.constexpr = N // BLOCK_N
     total = gl.load(tiles_ptr) * COLUMNS
@@ -212,12 +239,11 @@ def _produce(
         next_first = then_first
         next_stop = then_stop
         then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(visit + 2, PROGRAMS), total, COLUMNS)
-        ptrs0 = None
-        ptrs64 = None
-        ptrs128 = None
-        tail_ptrs = None
+        ptrs = None
         if GATHER:
             ptrs0 = _token_ptrs(x_ptr, slots0, K, TOP_K)
+            ptrs64 = ptrs0
+            ptrs128 = ptrs0
             slots0 = _slots(order_ptr, next_first, next_stop, 64)
             if WIDTH >= 128:
                 ptrs64 = _token_ptrs(x_ptr, slots64, K, TOP_K)
@@ -227,6 +253,7 @@ def _produce(
                 slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
             tail_ptrs = _token_ptrs(x_ptr, tail_slots, K, TOP_K)
             tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+            ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
         if ROW_WORDS:
             next_column = _tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
             for block in range(K // 256):
@@ -246,11 +273,8 @@ def _produce(
                 blocks += 1
                 for i in gl.static_range(4):
                     mbarrier.wait(empty.index(stage), phase)
-                    _bring_tokens(
-                        x_ring.index(stage), tail_ring.index(stage), full.index(stage), first, rows,
-                        256 * block + 64 * i, ptrs0, ptrs64, ptrs128, tail_ptrs, x_desc, half_desc, tail_desc, 0,
-                        GATHER, WIDTH,
-                    )  # fmt: skip
+                    x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+                    _bring_tokens(x, tail, bar, first, rows, 256 * block + 64 * i, ptrs, x_descs, 0, FORM)
                     _decode(q[i], head, i, w_ring.index(stage))
                     fence_async_shared()
                     mbarrier.arrive(full.index(stage))
@@ -258,35 +282,33 @@ def _produce(
         else:
             for start in range(0, K, BLOCK_K):
                 mbarrier.wait(empty.index(stage), phase)
-                _bring_tokens(
-                    x_ring.index(stage), tail_ring.index(stage), full.index(stage), first, rows, start, ptrs0, ptrs64,
-                    ptrs128, tail_ptrs, x_desc, half_desc, tail_desc, 128 * BLOCK_K * 2, GATHER, WIDTH,
-                )  # fmt: skip
+                x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+                _bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 128 * BLOCK_K * 2, FORM)
                 at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
                 load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _finish(
-    acc, turning, out_ptr, first, stop, column, alpha, limit, N: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr
-):  # fmt: skip
-    """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``turning`` holds."""
+def _finish(acc, staging, out_ptr, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
+    """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``staging`` holds."""
+    N: gl.constexpr = FORM.n
     TOKENS: gl.constexpr = acc.shape[1]
-    if turning.shape[0] < TOKENS:
+    if staging.shape[0] < TOKENS:
         a, b = acc.reshape([64, 2, TOKENS // 2]).permute([0, 2, 1]).split()
-        _finish(a, turning, out_ptr, first, stop, column, alpha, limit, N, KIND, GATED)
-        _finish(b, turning, out_ptr, first + TOKENS // 2, stop, column, alpha, limit, N, KIND, GATED)
+        _finish(a, staging, out_ptr, first, stop, column, numbers, FORM, ACT)
+        _finish(b, staging, out_ptr, first + TOKENS // 2, stop, column, numbers, FORM, ACT)
     else:
-        COLUMNS: gl.constexpr = turning.shape[1]
-        if GATED:
+        COLUMNS: gl.constexpr = staging.shape[1]
+        if FORM.gated:
             # Eight gate rows, then the up rows of the same columns, so that one thread has both.
             g, u = acc.reshape([4, 2, 8, TOKENS]).permute([0, 2, 3, 1]).split()
-            acc = activate(g, u, KIND, True, alpha, limit, False).reshape([COLUMNS, TOKENS])
-        elif KIND != "":
-            acc = activate(acc, acc, KIND, False, alpha, limit, False)
+            acc, _, _ = ACT(g, u, numbers, True, False)
+            acc = acc.reshape([COLUMNS, TOKENS])
+        elif ACT is not None:
+            acc, _, _ = ACT(acc, acc, numbers, False, False)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
-        piece = turning.slice(0, TOKENS, dim=0)
+        piece = staging.slice(0, TOKENS, dim=0)
         piece.store(acc.to(out_ptr.dtype.element_ty).permute([1, 0]))
         row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
         n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -312,11 +334,24 @@ def _most(i, width):
 
 @gluon.jit
 def _multiply(
-    x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase, alpha, limit,
-    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    WARPGROUP: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    rings,
+    staging,
+    out_ptr,
+    first,
+    stop,
+    column,
+    stage,
+    phase,
+    numbers,
+    FORM: gl.constexpr,
+    ACT: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    SHAPE: gl.constexpr,
+):
     """64 weight rows by the tokens of one tile."""
+    x_ring, tail_ring, w_ring, full, empty = rings
+    K: gl.constexpr = FORM.k
+    STAGES: gl.constexpr = FORM.stages
     TOKENS: gl.constexpr = SHAPE[0]
     TAIL: gl.constexpr = SHAPE[1]
     acc = gl.zeros([64, TOKENS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]))
@@ -324,7 +359,7 @@ def _multiply(
         tail_acc = gl.zeros([64, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
     for start in range(0, K, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
-        if GATHER:  # threads wrote the rows, tensor cores read them
+        if FORM.gather:  # threads wrote the rows, tensor cores read them
             fence_async_shared()
         w = w_ring.index(stage).reshape([128, BLOCK_K]).slice(64 * WARPGROUP, 64, dim=0)
         x = x_ring.index(stage)
@@ -347,21 +382,21 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(stage, STAGES)))
     if TAIL:
-        _finish(tail_acc, turning, out_ptr, first + TOKENS, stop, column, alpha, limit, N, KIND, GATED)
-    _finish(acc, turning, out_ptr, first, stop, column, alpha, limit, N, KIND, GATED)
+        _finish(tail_acc, staging, out_ptr, first + TOKENS, stop, column, numbers, FORM, ACT)
+    _finish(acc, staging, out_ptr, first, stop, column, numbers, FORM, ACT)
     return stage, phase
 
 
 @gluon.jit
 def _consume(
-    x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
-    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPGROUP: gl.constexpr,
-):  # fmt: skip
+    rings, stagings, tiles_ptr, out_ptr, numbers, FORM: gl.constexpr, ACT: gl.constexpr, WARPGROUP: gl.constexpr
+):
     """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
-    BLOCK_N: gl.constexpr = 64 if GATED else 128
-    COLUMNS: gl.constexpr = N // BLOCK_N
-    turning = turnings.index(WARPGROUP)
+    WIDTH: gl.constexpr = FORM.width
+    PROGRAMS: gl.constexpr = FORM.programs
+    BLOCK_N: gl.constexpr = 64 if FORM.gated else 128
+    COLUMNS: gl.constexpr = FORM.n // BLOCK_N
+    staging = stagings.index(WARPGROUP)
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -376,26 +411,51 @@ def _consume(
             if _most(i, WIDTH) > 0:  # noqa: SIM102
                 if (rows > _most(i + 1, WIDTH)) & (rows <= _most(i, WIDTH)):
                     stage, phase = _multiply(
-                        x_ring, tail_ring, w_ring, turning, full, empty, out_ptr, first, stop, column, stage, phase,
-                        alpha, limit, N, K, KIND, GATED, GATHER, WARPGROUP, _shape(i, WIDTH), STAGES,
-                    )  # fmt: skip
+                        rings,
+                        staging,
+                        out_ptr,
+                        first,
+                        stop,
+                        column,
+                        stage,
+                        phase,
+                        numbers,
+                        FORM,
+                        ACT,
+                        WARPGROUP,
+                        _shape(i, WIDTH),
+                    )
 
 
 @gluon.jit
-def _turned_kernel(
-    x_ptr, x_desc, half_desc, tail_desc, w_desc, u_desc, w_ptr, tiles_ptr, order_ptr, out_ptr, u_offset, pitch, alpha,
-    limit,
-    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROW_WORDS: gl.constexpr,
-):  # fmt: skip
-    """out [S, N] of all tiles. Grid: PROGRAMS; columns of a tile of tokens are next to each other.
+def _swap_ab_kernel(
+    x_ptr,
+    x_desc,
+    half_desc,
+    tail_desc,
+    w_desc,
+    u_desc,
+    w_ptr,
+    tiles_ptr,
+    order_ptr,
+    out_ptr,
+    u_offset,
+    pitch,
+    numbers,
+    FORM: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """out [S, N] of all tiles. Grid: programs; columns of a tile of tokens are next to each other.
 
-    x: tokens [T, K] by order // TOP_K when GATHER, else rows [S, K] through descriptors of WIDTH rows, half and tail.
-    w: boxes of 128 weight rows; when GATED, 8 gate rows and their 8 up rows by turns.
-    ROW_WORDS: words of a weight row in Q4_K blocks, which the producer decodes; 0 for numbers. Bytes behind the heads
-    of blocks come in boxes of rows of w_desc and u_desc, heads from w_ptr on and u_offset words further for up rows;
-    an expert has ``pitch`` rows.
+    x: rows through descriptors of ``width`` rows, half and tail, where they are not gathered.
+    w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. In Q4_K blocks, bytes behind the
+    heads come in boxes of rows of w_desc and u_desc, heads from w_ptr on and u_offset words further for up rows; an
+    expert has ``pitch`` rows.
     """
+    GATHER: gl.constexpr = FORM.gather
+    WIDTH: gl.constexpr = FORM.width
+    STAGES: gl.constexpr = FORM.stages
+    ROW_WORDS: gl.constexpr = FORM.row_words
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, BLOCK_K], wide)
@@ -411,9 +471,9 @@ def _turned_kernel(
         raw = w_ring  # not used, but a partition cannot be given nothing
         raw_full = w_ring
     tail_ring = gl.allocate_shared_memory(dtype, [STAGES, TAIL_ROWS, BLOCK_K], wide)
-    OUT_COLUMNS: gl.constexpr = 32 if GATED else 64
+    OUT_COLUMNS: gl.constexpr = 32 if FORM.gated else 64
     narrow: gl.constexpr = gl.NVMMASharedLayout(OUT_COLUMNS * 2, 16, rank=2)
-    turnings = gl.allocate_shared_memory(dtype, [2, 4096 // OUT_COLUMNS, OUT_COLUMNS], narrow)
+    stagings = gl.allocate_shared_memory(dtype, [2, 4096 // OUT_COLUMNS, OUT_COLUMNS], narrow)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Gathering and decoding take a warpgroup, which works row by row; the copy engine needs one warp to ask for a box.
@@ -422,18 +482,19 @@ def _turned_kernel(
         mbarrier.init(full.index(i), count=(128 if GATHER else 1) + (1 if GATHER or ROW_WORDS else 0))
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    rings = (x_ring, tail_ring, w_ring, full, empty)
+    filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
+    pointers = (x_ptr, w_ptr, tiles_ptr, order_ptr)
+    x_descs = (x_desc, half_desc, tail_desc)
     gl.warp_specialize(
         [
-            (_consume, (x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
-                        N, K, KIND, GATED, GATHER, PROGRAMS, WIDTH, STAGES, gl.constexpr(0))),
-            (_consume, (x_ring, tail_ring, w_ring, turnings, full, empty, tiles_ptr, out_ptr, alpha, limit,
-                        N, K, KIND, GATED, GATHER, PROGRAMS, WIDTH, STAGES, gl.constexpr(1))),
-            (_produce, (x_ring, tail_ring, w_ring, full, empty, raw, raw_full, tiles_ptr, order_ptr, x_ptr, x_desc,
-                        half_desc, tail_desc, w_desc, u_desc, w_ptr, u_offset, pitch, N, K, GATED, GATHER, TOP_K,
-                        PROGRAMS, WIDTH, STAGES, ROW_WORDS)),
+            (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(0))),
+            (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(1))),
+            (_produce, (filled, pointers, x_descs, (w_desc, u_desc), u_offset, pitch, FORM)),
         ],
-        [4, PRODUCER_WARPS], [184, 136] if ROW_WORDS else [200, 104] if GATHER else [240, 24],
-    )  # fmt: skip
+        [4, PRODUCER_WARPS],
+        [184, 136] if ROW_WORDS else [200, 104] if GATHER else [240, 24],
+    )
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -444,12 +505,12 @@ def is_hopper(device: torch.device) -> bool:
 def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> bool:
     """Whether a product of ``load`` rows per expert, N columns and sums over K goes into whole tiles, and gains."""
     whole = N % (64 if gated else 128) == 0 and K % BLOCK_K.value == 0
-    enough = load > (TURNED_ROWS_IN_BLOCKS if blocks else TURNED_ROWS)
+    enough = load > (SWAP_AB_ROWS_IN_BLOCKS if blocks else SWAP_AB_ROWS)
     return enough and itemsize == 2 and whole and 0 < E * N < 2**31
 
 
 def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
-    """Whether `turned_product` can multiply x with these weights: ``[E, N, K]``, or `in_words` ``[E, N, bytes]``.
+    """Whether `swap_ab_product` can multiply x with these weights: ``[E, N, K]``, or `in_words` ``[E, N, bytes]``.
 
     Numbers lie as the copy engine reads them: experts one behind the other, in each gate rows and then its up rows.
     """
@@ -475,7 +536,7 @@ def _described(t: Tensor, shape: list[int], strides: list[int], block: list[int]
     return TensorDescriptor(t, shape, strides, block, layout)
 
 
-def turned_product(
+def swap_ab_product(
     x: Tensor,
     w: Tensor,
     u: Tensor,
@@ -489,7 +550,7 @@ def turned_product(
     """Launch the product into ``out`` ``[S, N]``. Rows without an expert are left as they are."""
     (S, N), (E, _, length), K = out.shape, w.shape, x.shape[1]
     gated = activation is not None and activation.gated
-    stages = TURNED_STAGES[tiles.width]
+    stages = SWAP_AB_STAGES[tiles.width]
     u_desc = words = None
     u_offset = pitch = row_words = 0
     if w.dtype == torch.uint8:
@@ -506,9 +567,14 @@ def turned_product(
     x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     # No programmatic dependent launch: a program takes a whole multiprocessor, and waiting there made it slower.
+    top_k = max(1, S // x.shape[0])
     launch(
-        _turned_kernel, (programs,), x, *x_descs, w_desc, u_desc, words, tiles.table, order, out, u_offset, pitch,
-        *activation_numbers(activation), N=N, K=K, KIND="" if activation is None else activation.kind, GATED=gated,
-        GATHER=gather, TOP_K=max(1, S // x.shape[0]), PROGRAMS=programs, WIDTH=tiles.width,
-        STAGES=stages, ROW_WORDS=row_words, num_warps=4,
-    )  # fmt: skip
+        _swap_ab_kernel,
+        (programs,),
+        *(x, *x_descs, w_desc, u_desc, words, tiles.table, order, out),
+        *(u_offset, pitch),
+        activation_numbers(activation),
+        FORM=Form(N, K, gated, gather, top_k, programs, tiles.width, stages, row_words),
+        ACT=None if activation is None else ACTIVATIONS[activation.kind],
+        num_warps=4,
+    )

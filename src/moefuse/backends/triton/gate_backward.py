@@ -1,0 +1,201 @@
+"""The backward of gate on NVIDIA GPUs: through the selected scores, to the router, the norm and x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefuse.backends.triton.gate import raw_logits
+from moefuse.backends.triton.route import Rule, rule_numbers
+from moefuse.backends.triton.route_backward import row_backward, row_warps, scale_gradient
+from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
+from moefuse.backends.triton.tail_backward import norm_row_backward, norm_weight_gradient
+from moefuse.types import Router, Routing
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _gate_rows_kernel(
+    grad_ptr,
+    x_ptr,
+    raw_ptr,
+    logit_bias_ptr,
+    ids_ptr,
+    scale_ptr,
+    d_logits_ptr,
+    parts_ptr,
+    rms_ptr,
+    H,
+    E,
+    chunks,
+    x_strides,
+    strides,
+    eps,
+    numbers,
+    RULE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The logits of one token as the forward had them, and their gradient; no ``rms_ptr`` without a norm. Grid: T."""
+    row = tl.program_id(0).to(tl.int64)
+    T = tl.num_programs(0)
+    BLOCK_E: tl.constexpr = RULE.block_e
+    e = tl.arange(0, BLOCK_E)
+    logits = tl.zeros([BLOCK_E], tl.float32)
+    for chunk in range(chunks):
+        logits += tl.load(raw_ptr + (row + T * chunk) * E + e, mask=e < E, other=0.0)
+    if rms_ptr is not None:
+        stride_xt, stride_xh = x_strides
+        h = tl.arange(0, BLOCK_H)
+        x = tl.load(x_ptr + row * stride_xt + h.to(tl.int64) * stride_xh, mask=h < H, other=0.0).to(tl.float32)
+        inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / H + eps)
+        logits *= inverse_rms
+        tl.store(rms_ptr + row, inverse_rms)
+    if logit_bias_ptr is not None:
+        logits += tl.load(logit_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    d = row_backward(logits, row, grad_ptr, ids_ptr, scale_ptr, parts_ptr, E, strides, numbers, RULE)
+    tl.store(d_logits_ptr + row * E + e, d, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["T", "length"])
+def _router_kernel(
+    d_ptr,
+    x_ptr,
+    rms_ptr,
+    norm_ptr,
+    parts_ptr,
+    T,
+    H,
+    E,
+    length,
+    x_strides,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """parts [chunks, E, H]: d_logits.T @ normed over a chunk of tokens. Grid: E tiles, H tiles, chunks."""
+    stride_xt, stride_xh = x_strides
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    begin = tl.program_id(2) * length
+    end = tl.minimum(begin + length, T)
+    acc = tl.zeros([BLOCK_E, BLOCK_H], tl.float32)
+    for start in range(begin, end, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        live = t < end
+        d = tl.load(d_ptr + t[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+        x_ptrs = x_ptr + t[:, None] * stride_xt + h[None, :] * stride_xh
+        x = tl.load(x_ptrs, mask=live[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            x *= tl.load(rms_ptr + t, mask=live, other=0.0)[:, None]
+        acc = tl.dot(tl.trans(d), x, acc, input_precision="ieee")
+    if norm_ptr is not None:
+        acc *= tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    place = tl.program_id(2).to(tl.int64) * E + e
+    tl.store(parts_ptr + place[:, None] * H + h[None, :], acc, mask=(e < E)[:, None] & (h < H)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _input_kernel(
+    d_ptr,
+    w_ptr,
+    d_normed_ptr,
+    out_ptr,
+    T,
+    H,
+    E,
+    w_strides,
+    normed_strides,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """out [T, H] = d_logits @ weight + d_normed, unrounded. Grid: T tiles, H tiles."""
+    stride_we, stride_wh = w_strides
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for start in range(0, E, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        d = tl.load(d_ptr + t[:, None] * E + e[None, :], mask=(t < T)[:, None] & (e < E)[None, :], other=0.0)
+        w_ptrs = w_ptr + e[:, None] * stride_we + h[None, :] * stride_wh
+        w = tl.load(w_ptrs, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        acc = tl.dot(d, w, acc, input_precision="ieee")
+    mask = (t < T)[:, None] & (h < H)[None, :]
+    if d_normed_ptr is not None:
+        stride_nt, stride_nh = normed_strides
+        at = d_normed_ptr + t[:, None] * stride_nt + h[None, :] * stride_nh
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t[:, None] * H + h[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides, BLOCK_H: tl.constexpr):
+    """Grid: T."""
+    stride_xt, stride_xh = x_strides
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    mask = h < H
+    d = tl.load(d_ptr + t * H + h, mask, other=0.0)
+    x = tl.load(x_ptr + t * stride_xt + h.to(tl.int64) * stride_xh, mask, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + h, mask, other=0.0).to(tl.float32)
+    d_x = norm_row_backward(d, x, weight, tl.load(rms_ptr + t), H)
+    tl.store(out_ptr + t * H + h, d_x.to(out_ptr.dtype.element_ty), mask)
+
+
+def gate_backward(
+    d_weights: Tensor,
+    d_normed: Tensor | None,
+    x: Tensor,
+    router: Router,
+    ids: Tensor,
+    routing: Routing,
+    want_x: bool,
+    want_weight: bool,
+) -> tuple[Tensor, ...]:
+    weight, norm_weight, _, logit_bias, per_expert_scale, eps = router
+    (T, H), E = x.shape, weight.shape[0]
+    f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+    raw = raw_logits(x, router)
+    d_logits, parts = torch.empty((T, E), **f32), torch.empty((T, routing.top_k), **f32)
+    inverse_rms = None if norm_weight is None else torch.empty(T, **f32)
+    row_block, rule = block_of(H), Rule.of(routing, E)
+    warps = 4 if row_block <= 4096 else 8
+    launch(
+        _gate_rows_kernel,
+        (T,),
+        *(d_weights, x, raw, logit_bias, ids, per_expert_scale, d_logits, parts, inverse_rms),
+        *(H, E, raw.shape[0]),
+        x.stride(),
+        (*d_weights.stride(), *ids.stride()),
+        eps,
+        rule_numbers(routing),
+        RULE=rule,
+        BLOCK_H=row_block,
+        num_warps=max(warps, row_warps(rule)),
+    )
+    d_x, d_weight, d_norm = (x.new_empty(0) for _ in range(3))
+    blocked = {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_H": 64}
+    if want_weight:
+        chunks = max(1, min(16, ceil_div(T, 512)))
+        length = ceil_div(ceil_div(T, chunks), 32) * 32
+        sums = torch.empty((chunks, E, H), **f32)
+        grid, given = (ceil_div(E, 32), ceil_div(H, 64), chunks), (d_logits, x, inverse_rms, norm_weight, sums)
+        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), **blocked, num_warps=4)
+        d_weight = sums.sum(0).to(weight.dtype)
+    if want_x:
+        d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
+        strides = weight.stride(), (0, 0) if d_normed is None else d_normed.stride()
+        tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, 32), ceil_div(H, 64))
+        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, **blocked, num_warps=4)
+        d_x = d
+        if norm_weight is not None and inverse_rms is not None:
+            d_x = torch.empty((T, H), dtype=x.dtype, device=x.device)
+            options = {"BLOCK_H": row_block, "num_warps": warps}
+            launch(_norm_backward_kernel, (T,), d, x, norm_weight, inverse_rms, d_x, H, x.stride(), **options)
+            d_norm = norm_weight_gradient(d, x, inverse_rms, norm_weight)
+    d_logit_bias = x.new_empty(0) if logit_bias is None else d_logits.sum(0).to(logit_bias.dtype)
+    d_scale = x.new_empty(0) if per_expert_scale is None else scale_gradient(parts, ids, per_expert_scale)
+    return d_x, d_weight, d_norm, d_logit_bias, d_scale

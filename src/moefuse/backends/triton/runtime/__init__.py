@@ -1,0 +1,1 @@
+"""What kernels are launched, replayed and tuned with."""
