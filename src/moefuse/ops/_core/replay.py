@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -21,11 +21,13 @@ from moefuse.ops._core.library import unwatched
 from moefuse.ops._core.memory import is_settled
 from moefuse.ops._core.schema import signature_of
 from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Activation, Routing
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _DENSE = frozenset((Tensor, torch.nn.Parameter))
+_PLAIN = _DENSE | {type(None), int, float, bool, str, Routing, Activation}
 #: keys kept; the oldest goes first. A server of every batch size to 512 with three such calls a layer fits
 MOST = 2048
 #: What backends specialise addresses on; a tensor that begins elsewhere is rare and takes the long way.
@@ -38,18 +40,46 @@ class Record:
     __slots__ = ("again", "tried")
 
     def __init__(self) -> None:
-        self.again: Callable[[list[Tensor], list[int]], Any] | None = None
+        self.again: Callable[[Sequence[Tensor], Sequence[int]], Any] | None = None
         self.tried = False
 
 
+class Sort:
+    """Where among the values of a call its tensors stand and where its options, by the types of all. An option's type
+    counts: True is not 1.0 to a check."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        dense = [kind in _DENSE for kind in kinds]
+        self.tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]] = _picker(dense, True)
+        self.options: Callable[[Sequence[Any]], tuple[Any, ...]] = _picker(dense, False)
+
+
+def _picker(dense: list[bool], wanted: bool) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    places = [place for place, is_dense in enumerate(dense) if is_dense == wanted]
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+_SORTS: dict[tuple[type, ...], Sort] = {}
+
+
+def _sort(kinds: tuple[type, ...]) -> Sort | None:
+    """None where there is no tensor, or something that a key cannot hold."""
+    if not _PLAIN.issuperset(kinds) or _DENSE.isdisjoint(kinds):
+        return None
+    return _SORTS.setdefault(kinds, Sort(kinds))
+
+
 class Key(NamedTuple):
-    """All that checks and kernels look at. The type of an option stands beside it: True is not 1.0 to a check."""
+    """All that checks and kernels look at."""
 
     op: str
     backend: str | None
-    device: torch.device
-    #: a tensor's type, shape and strides, an option's type and value, or None
-    values: tuple[Any, ...]
+    sort: Sort
+    options: tuple[Any, ...]
+    #: element type, device, shape and strides of each tensor
+    layouts: tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
 
 
 _RECORDS: dict[Key, Record] = {}
@@ -61,42 +91,43 @@ class Call(NamedTuple):
 
     key: Key
     record: Record | None
-    tensors: list[Tensor]
+    tensors: tuple[Tensor, ...]
     addresses: list[int]
 
 
-def lookup(op: str, backend: str | None, values: Iterable[Any]) -> Call | None:
+def lookup(op: str, backend: str | None, values: Sequence[Any]) -> Call | None:
     """What is known of a call with these options and tensors; None where it must take the long way: traced,
     differentiated, or with tensors that are not plain or lie strangely."""
     if not unwatched():
         return None
-    tensors: list[Tensor] = []
-    layouts: list[Any] = []
+    kinds = tuple(map(type, values))
+    if QuantTensor in kinds:
+        values = [part for value in values for part in _parts(value)]
+        kinds = tuple(map(type, values))
+    sort = _SORTS.get(kinds) or _sort(kinds)
+    if sort is None:
+        return None
+    tensors = sort.tensors(values)
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
+        return None
+    if True in [t.is_neg() for t in tensors]:  # a view's sign is no part of its layout
+        return None
     try:
-        for value in values:
-            if type(value) is QuantTensor:
-                layouts.append(value.spec)
-                value = value.blocks
-            if type(value) in _DENSE:
-                if not is_settled(value, True):
-                    return None
-                tensors.append(value)
-                layouts.append((value.dtype, value.shape, value.stride()))
-            elif isinstance(value, Tensor):
-                return None
-            else:
-                layouts.append(None if value is None else (type(value), value))
-        if not tensors or (torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]):
-            return None
         addresses = [t.data_ptr() for t in tensors]
-        devices = [t.device for t in tensors]
-        key = Key(op, backend, devices[0], tuple(layouts))
+        layouts = tuple([(t.dtype, t.device, t.shape, t.stride()) for t in tensors])
+        key = Key(op, backend, sort, sort.options(values), layouts)
         record = _RECORDS.get(key)
     except (RuntimeError, TypeError):  # without strides or a hash: the checks have words for it
         return None
-    if functools.reduce(operator.or_, addresses) % _ALIGNMENT or devices.count(devices[0]) < len(devices):
+    if functools.reduce(operator.or_, addresses) % _ALIGNMENT:
+        return None
+    if record is None and (len({t.device for t in tensors}) > 1 or not all(is_settled(t, True) for t in tensors)):
         return None
     return Call(key, record, tensors, addresses)
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return (value.spec, value.blocks) if isinstance(value, QuantTensor) else (value,)
 
 
 def run(call: Call, function: Callable[P, R], *values: P.args, **named: P.kwargs) -> R:
@@ -122,8 +153,9 @@ def run(call: Call, function: Callable[P, R], *values: P.args, **named: P.kwargs
 
 def _recorded(
     call: Call, function: Callable[..., Any], values: tuple[Any, ...]
-) -> Callable[[list[Tensor], list[int]], Any] | None:
-    name, device = call.key.backend or config.backend(), call.key.device.type
+) -> Callable[[Sequence[Tensor], Sequence[int]], Any] | None:
+    name = call.key.backend or config.backend()
+    device = next(iter(call.tensors)).device.type
     row = next((row for row in backends.BACKENDS if row.name == name or (name is None and device in row.devices)), None)
     recorder = None if row is None or row.missing() is not None else getattr(row.load(), "record", None)
     if recorder is None:
@@ -137,5 +169,5 @@ def _recorded(
         others = iter(tensors)
         return function(*signature.rebuild([next(others) if isinstance(value, Tensor) else value for value in flat]))
 
-    made: Callable[[list[Tensor], list[int]], Any] | None = recorder(on, call.tensors)
+    made: Callable[[Sequence[Tensor], Sequence[int]], Any] | None = recorder(on, call.tensors)
     return made
