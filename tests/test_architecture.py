@@ -1,14 +1,18 @@
 """The layout is a rule, and this is the machine that keeps it."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import moefuse
+from moefuse import backends
+from moefuse.ops._core import select
 
 ROOT = Path(moefuse.__file__).parent
 
@@ -134,3 +138,63 @@ def test_the_docs_list_all_state_between_calls() -> None:
             continue
         for name in _kept(ast.parse(path.read_text(encoding="utf-8"))):
             assert f"`{module}.{name}`" in listed, f"{module}.{name} is not in docs/architecture.md"
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.Lambda]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            yield node
+
+
+def between_op_and_kernel() -> list[Path]:
+    return [path for path in sources() if room_of(path) in ("ops", "nn", "hf", "backends")]
+
+
+@pytest.mark.parametrize("path", between_op_and_kernel(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_arguments_are_known_by_name(path: Path) -> None:
+    """No argument is picked out of a tuple by its number, and none is of any type in any number."""
+    for function in functions(path):
+        rest = function.args.vararg
+        kind = "" if rest is None or rest.annotation is None else ast.unparse(rest.annotation)
+        if rest is None or kind == "int":  # a shape
+            continue
+        assert kind != "Any" or room_of(path) in ("nn", "hf"), f"line {function.lineno}"
+        for node in ast.walk(function):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == rest.arg:
+                raise AssertionError(f"line {node.lineno}: {ast.unparse(node)}")
+    positions = re.compile(r"\b(args|rest|facts|values|inputs|arguments|leaves)\[-?\d*:?-?\d*\]")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        assert not positions.search(line), f"line {number}: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", backend_sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_function_of_a_backend_takes_more_than_nine_values(path: Path) -> None:
+    """But a kernel, whose parameters are registers, and tiles, which tuning chooses."""
+    for function in functions(path):
+        if isinstance(function, ast.FunctionDef) and not any("jit" in ast.unparse(d) for d in function.decorator_list):
+            given = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+            values = [name for name in given if name not in ("self", "cls") and "tile" not in name]
+            assert len(values) <= 9, f"{function.name} takes {len(values)}: {values}"
+
+
+def test_a_backend_takes_what_the_reference_takes() -> None:
+    for row in backends.BACKENDS:
+        if row.missing() is None or row.name == "metal":
+            for op, function in row.load().OPS.items():
+                wanted = list(inspect.signature(select.REFERENCES[op]).parameters)
+                assert list(inspect.signature(function).parameters) == wanted, f"{row.name}: {op}"
+
+
+@pytest.mark.parametrize("op", sorted(select.REFERENCES))
+def test_an_op_is_found_by_its_name(op: str) -> None:
+    """In every room by the same stem: its own, or that of the op whose gradient it is."""
+    stems = {op, op.removesuffix("_backward"), op.removesuffix("_transposed"), op.replace("tail_", "combine_")}
+    homes = {module_of(select.REFERENCES[op])}
+    for row in backends.BACKENDS:
+        if row.missing() is None or row.name == "metal":
+            homes |= {module_of(row.load().OPS[op])} if op in row.load().OPS else set()
+    assert homes <= stems, homes - stems
+
+
+def module_of(function: Callable[..., object]) -> str:
+    return inspect.unwrap(function).__module__.rsplit(".", 1)[-1]

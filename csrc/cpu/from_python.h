@@ -40,7 +40,7 @@ struct Name {
   constexpr Name(const char (&name)[N]) { std::copy_n(name, N, text); }
 };
 
-// Reads values, with the GIL held; a number that is none leaves Python's error set. Owns the copies that it makes.
+// Reads values, with the GIL held; None leaves a value as it is by default. It owns the copies that it has to make.
 class Reader {
  public:
   template <class T>
@@ -52,9 +52,11 @@ class Reader {
 
  private:
   void read(nb::handle from, bool& to) { to = from.ptr() == Py_True; }
-  void read(nb::handle from, int& to) { to = static_cast<int>(PyLong_AsLong(from.ptr())); }
-  void read(nb::handle from, int64_t& to) { to = PyLong_AsLongLong(from.ptr()); }
-  void read(nb::handle from, float& to) { to = from.is_none() ? 0 : static_cast<float>(PyFloat_AsDouble(from.ptr())); }
+  void read(nb::handle from, int& to) { to = static_cast<int>(valid(PyLong_AsLong(from.ptr()))); }
+  void read(nb::handle from, int64_t& to) { to = valid(PyLong_AsLongLong(from.ptr())); }
+  void read(nb::handle from, float& to) {
+    if (!from.is_none()) to = static_cast<float>(valid(PyFloat_AsDouble(from.ptr())));
+  }
 
   void read(nb::handle from, Act& to) { to = named<Act>(from, kActNames, "cpu", "activation"); }
   void read(nb::handle from, Score& to) { to = named<Score>(from, kScoreNames, "cpu", "score"); }
@@ -85,7 +87,7 @@ class Reader {
 
   void read(nb::handle from, Weight& to) {
     if (from.is_none()) return;
-    int blocks = PyObject_IsInstance(from.ptr(), types_.quant_tensor.ptr());
+    bool blocks = valid(PyObject_IsInstance(from.ptr(), types_.quant_tensor.ptr())) == 1;
     nb::object stack = blocks ? attribute<"blocks">(from) : nb::borrow(from);
     Sizes shape(attribute<"shape">(stack)), strides(call<"stride">(stack));
     to.E = shape[-3], to.N = shape[-2], to.K = shape[-1];
@@ -213,19 +215,25 @@ class Reader {
     return found;
   }
 
-  static nb::object checked(PyObject* made) {
+  template <class N>
+  static N valid(N number) {
+    if (number == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+    return number;
+  }
+
+  static nb::object valid(PyObject* made) {
     if (made == nullptr) throw nb::python_error();
     return nb::steal(made);
   }
 
   template <Name name>
   static nb::object attribute(nb::handle from) {
-    return checked(PyObject_GetAttr(from.ptr(), interned<name>()));
+    return valid(PyObject_GetAttr(from.ptr(), interned<name>()));
   }
 
   template <Name name>
   static nb::object call(nb::handle from) {
-    return checked(PyObject_CallMethodNoArgs(from.ptr(), interned<name>()));
+    return valid(PyObject_CallMethodNoArgs(from.ptr(), interned<name>()));
   }
 
   // The place of a name among those that kernels know. One they do not know is refused, as moefuse.backends.codes does.

@@ -31,7 +31,6 @@ void def(nb::module_& m, const char* name, void (*op)(Args...)) {
   auto run = [op](Argument<Args>... given) {
     Reader reader;
     std::tuple<std::remove_cvref_t<Args>...> arguments{reader.get<std::remove_cvref_t<Args>>(given)...};
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
     nb::gil_scoped_release released;
     std::apply(op, arguments);
   };

@@ -117,9 +117,13 @@ def test_triton_fails_to_compile_a_score_it_does_not_know() -> None:
 
 
 @pytest.mark.skipif("cpu" not in RUNNABLE, reason="the native library was not built")
-def test_the_native_library_refuses_a_type_it_has_no_kernels_for() -> None:
+def test_the_native_library_refuses_what_it_cannot_read() -> None:
     from moefuse.backends.cpu import _native
 
-    x = torch.ones(4, dtype=torch.int8)
-    with pytest.raises(Exception, match="int8"):
-        _native.core.glu(x, None, Activation("relu", gated=False), "halves", x.clone(), 1)
+    x, relu = torch.ones(1, 4), Activation("relu", gated=False)
+    with pytest.raises(NotImplementedError, match="no kernels for the dtype"):
+        _native.core.glu(x.double(), None, relu, "halves", x, 1)
+    with pytest.raises(AttributeError, match="no attribute 'kind'"):
+        _native.core.glu(x, None, "relu", "halves", x, 1)
+    with pytest.raises(TypeError, match="integer"):
+        _native.core.glu(x, None, relu, "halves", x, "two")

@@ -1,4 +1,4 @@
-"""A new activation or format is its row in the front and one function in a shader; with one alone it is refused."""
+"""A new activation or format is its row in the front and one function in a shader; what has not both is refused."""
 
 import dataclasses
 import importlib
@@ -12,12 +12,13 @@ from metal_target import TARGET, simulated
 from torch import Tensor
 
 import moefuse
-from moefuse import Activation, types
+from moefuse import Activation, Routing, types
 from moefuse.backends import metal
 from moefuse.backends.metal import codes, launch, shaders
 from moefuse.quant import formats
 from moefuse.quant.tensor import QuantTensor
 from moefuse.testing.compare import Tolerance, difference
+from moefuse.types import Router
 
 BACKEND, DEVICE = TARGET
 Add = Callable[[str, str, str], None]
@@ -110,6 +111,22 @@ def test_a_function_without_its_activation_is_named_when_the_backend_loads(
 ) -> None:
     with pytest.raises(ImportError, match="its kernels name toy, which is no activation of this version"):
         add("activation", TOY_ACTIVATION, "inline float clamped_up(")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyRouting(Routing):
+    toy: float = 0.0
+
+
+def test_a_routing_field_that_the_kernels_do_not_take_is_refused_by_name(rng: torch.Generator) -> None:
+    logits = rand(rng, 3, 8)
+    with simulated():
+        _, ids = metal.OPS["route"](logits, None, None, ToyRouting(2))
+        assert torch.equal(ids, metal.OPS["route"](logits, None, None, Routing(2))[1])
+        for op, values in (("route", (logits, None, None)), ("gate", (logits, Router(rand(rng, 4, 8))))):
+            more = (False,) if op == "gate" else ()
+            with pytest.raises(NotImplementedError, match="metal: no kernels for the field 'toy' of Routing"):
+                metal.OPS[op](*values, ToyRouting(2, toy=1.0), *more)
 
 
 def toy_blocks(rng: torch.Generator, *shape: int) -> QuantTensor:

@@ -204,6 +204,17 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
                    scatter, to.output(N), threads);
   });
   close(*got, y, "grouped_linear");
+  Buffer across(d, E * N * K);
+  for (int64_t i = 0; i < E * N * K; ++i) {
+    int64_t e = i / (N * K), k = i / N % K, n = i % N;
+    across.set(i, (*weight)[e * stride_e + n * stride_n + k]);
+  }
+  Weight transposed = plain_weight(across, E, N, K, N * K, N);
+  transposed.transposed = true;
+  got = same_bits(d, S * N, [&](Buffer& to, int threads) {
+    grouped_linear(x->tensor(K), transposed, bias->tensor(), p.plan(), gather, scatter, to.output(N), threads);
+  });
+  close(*got, y, "grouped_linear, transposed");
   auto got_outer = same_bits(d, E * N * K, [&](Buffer& to, int threads) {
     grouped_outer(grad->tensor(N), x->tensor(K), p.plan(), gather, scatter, to.output(K), threads);
   });

@@ -9,9 +9,10 @@ from gguf_files import END, KINDS, LATER, OLD, TEXT, make
 from torch import Tensor, nn
 
 import moefuse.hf
-from moefuse.hf.block_experts import BlockExperts, block_experts
+from moefuse.hf.gguf_experts import BlockExperts, block_experts
 from moefuse.hf.gguf_models import ARCHITECTURES
 from moefuse.hf.support import on_interface
+from moefuse.nn.from_gguf import FAMILIES
 from moefuse.quant.gguf import read, write
 from moefuse.testing.compare import difference
 
@@ -69,6 +70,7 @@ def test_same_logits_as_transformers_with_the_same_numbers(tmp_path: Path, name:
 
 def test_every_architecture_is_tested() -> None:
     assert {kind.architecture for kind in KINDS.values()} == set(ARCHITECTURES)
+    assert set(ARCHITECTURES) <= set(FAMILIES), "what the router computes is read there"
 
 
 @pytest.mark.skipif(OLD, reason="the loader of this release of transformers does not take the file")

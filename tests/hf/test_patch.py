@@ -1,6 +1,7 @@
-"""patch: whole blocks, everything else as it was."""
+"""patch: whole MoE layers, everything else as it was."""
 
 import copy
+import importlib
 import io
 
 import pytest
@@ -10,22 +11,23 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import moefuse.hf
-from moefuse.hf import blocks, patch, unpatch
-from moefuse.nn.recognize import block_of, mlp_of
+from moefuse.hf import patch, unpatch
+from moefuse.nn.recognize import mlp_of, rule_of
 from moefuse.testing.compare import difference
+
+patch_module = importlib.import_module("moefuse.hf.patch")  # the package's attribute of that name is the function
 
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each call of a whole block."""
+    """One entry for each call of a whole layer."""
     calls: list[str] = []
-    real = blocks.gate
 
     def counted(*args: object, **kwargs: object) -> object:
-        calls.append("gate")
-        return real(*args, **kwargs)
+        calls.append("moe")
+        return moefuse.moe(*args, **kwargs)
 
-    monkeypatch.setattr(blocks, "gate", counted)
+    monkeypatch.setattr(patch_module, "moe", counted)
     return calls
 
 
@@ -46,13 +48,13 @@ def test_report_counts_and_explains(fused_calls: list[str]) -> None:
     assert "PhimoeSparseMoeBlock: its router follows none of the known rules" in str(left)
 
 
-def test_a_dense_model_has_no_block_and_the_report_says_why() -> None:
+def test_a_dense_model_has_no_layer_to_patch_and_the_report_says_why() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     report = patch(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50)))
     assert str(report) == "no block patched: the model has no experts that transformers' experts interface reaches"
 
 
-def test_left_alone_blocks_still_get_our_experts() -> None:
+def test_layers_left_alone_still_get_our_experts() -> None:
     model = tiny_model("phimoe")
     patch(model)
     assert model.config._experts_implementation == "moefuse"
@@ -82,15 +84,15 @@ def test_twice_is_once_and_unpatch_restores() -> None:
     assert not any("forward" in vars(module) or "_moefuse" in vars(module) for module in model.modules())
 
 
-def test_blocks_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[nn.Module] = []
-    real = blocks.block_of
+    real = patch_module.rule_of
 
-    def counted(block: nn.Module, *args: object) -> object:
-        looked.append(block)
-        return real(block, *args)
+    def counted(layer: nn.Module, *args: object) -> object:
+        looked.append(layer)
+        return real(layer, *args)
 
-    monkeypatch.setattr(blocks, "block_of", counted)
+    monkeypatch.setattr(patch_module, "rule_of", counted)
     assert len(patch(tiny_model("qwen2_moe")).patched) == 2
     assert len(looked) == 1
     report = patch(tiny_model("phimoe"))
@@ -98,12 +100,12 @@ def test_blocks_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(looked) == 2
 
 
-def test_blocks_that_differ_are_told_apart() -> None:
-    def change_attribute(block: nn.Module) -> None:
-        block.gate.norm_topk_prob = not block.gate.norm_topk_prob
+def test_layers_that_differ_are_told_apart() -> None:
+    def change_attribute(layer: nn.Module) -> None:
+        layer.gate.norm_topk_prob = not layer.gate.norm_topk_prob
 
-    def change_class(block: nn.Module) -> None:
-        block.__class__ = type("TwistedBlock", (Twisted, type(block)), {})
+    def change_class(layer: nn.Module) -> None:
+        layer.__class__ = type("TwistedBlock", (Twisted, type(layer)), {})
 
     for change, count in ((change_attribute, 2), (change_class, 1)):
         model = tiny_model("qwen3_moe")
@@ -145,6 +147,20 @@ def test_router_logits_are_recorded(fused_calls: list[str]) -> None:
         assert len(hidden.hidden_states) == 3
 
 
+def test_weights_that_a_layer_returns_come_with_the_result(fused_calls: list[str]) -> None:
+    model = tiny_model("gpt_oss")
+    model.set_experts_implementation("eager")
+    layer = model.model.layers[0].mlp
+    x = torch.randn(1, 5, model.config.hidden_size)
+    with torch.no_grad():
+        want = layer(x)
+        assert len(patch(model).patched) == 2
+        got = layer(x)
+    assert not fused_calls, "a single call keeps the weights to itself"
+    for ours, theirs in zip(got, want, strict=True):
+        assert difference(ours, theirs.double()).worst < 1e-5
+
+
 def test_a_hook_on_a_part_is_served(fused_calls: list[str]) -> None:
     model = tiny_model("qwen2_moe")
     patch(model)
@@ -153,7 +169,7 @@ def test_a_hook_on_a_part_is_served(fused_calls: list[str]) -> None:
     with torch.no_grad():
         model(input_ids=tokens())
         assert len(seen) == 1
-        assert len(fused_calls) == 1, "the other block is still whole"
+        assert len(fused_calls) == 1, "the other layer is still whole"
         handle.remove()
         model(input_ids=tokens())
     assert len(fused_calls) == 3
@@ -176,7 +192,7 @@ def test_a_part_put_in_later_is_served(fused_calls: list[str]) -> None:
         shared.down_proj = adapter
         del fused_calls[:]
         assert not torch.equal(model(input_ids=x).logits, before)
-    assert len(fused_calls) == 1, "the other block is still whole"
+    assert len(fused_calls) == 1, "the other layer is still whole"
 
 
 def test_offloaded_weights_are_fetched() -> None:
@@ -242,9 +258,9 @@ def test_pickles_and_copies() -> None:
         assert torch.equal(torch.load(stored, weights_only=False)(input_ids=x).logits, want)
 
 
-def test_bfloat16_block_is_as_near_to_the_truth_as_stock() -> None:
+def test_bfloat16_layer_is_as_near_to_the_truth_as_stock() -> None:
     model = tiny_model("qwen2_moe")
-    block = model.model.layers[0].mlp
+    layer = model.model.layers[0].mlp
     model.set_experts_implementation("eager")
     x = torch.randn(1, 201, 64).bfloat16()
 
@@ -255,10 +271,10 @@ def test_bfloat16_block_is_as_near_to_the_truth_as_stock() -> None:
 
     with torch.no_grad():
         model.bfloat16()
-        truth = copy.deepcopy(block).double()(x.double())
-        stock = typical_error(block(x), truth)
+        truth = copy.deepcopy(layer).double()(x.double())
+        stock = typical_error(layer(x), truth)
         patch(model)
-        assert typical_error(block(x), truth) < 1.2 * stock
+        assert typical_error(layer(x), truth) < 1.2 * stock
 
 
 def test_not_a_model() -> None:
@@ -266,30 +282,30 @@ def test_not_a_model() -> None:
         patch({})
 
 
-def moe_block(family: str) -> nn.Module:
+def moe_layer(family: str) -> nn.Module:
     model: PreTrainedModel = tiny_model(family)
     path = next(path for path, _ in moefuse.hf.support.on_interface(model))
     return model.get_submodule(path.rpartition(".")[0])
 
 
 def test_rules_are_read_off_behaviour() -> None:
-    rule = block_of(moe_block("deepseek_v3"))
+    rule = rule_of(moe_layer("deepseek_v3"))
     assert (rule.routing.score, rule.routing.groups, rule.routing.top_groups) == ("sigmoid", 4, 2)
     assert rule.routing.scale == 2.5
     assert rule.selection_bias == "gate.e_score_correction_bias"
-    rule = block_of(moe_block("gpt_oss"))
+    rule = rule_of(moe_layer("gpt_oss"))
     assert (rule.routing.score, rule.logit_bias, rule.returns_weights) == ("softmax", "router.bias", True)
-    rule = block_of(moe_block("qwen2_moe"))
+    rule = rule_of(moe_layer("qwen2_moe"))
     assert (rule.shared, rule.shared_gate) == ("shared_expert", "shared_expert_gate")
 
 
 def test_rules_need_no_weights() -> None:
-    block = moe_block("deepseek_v3")
-    assert block_of(copy.deepcopy(block).to("meta")) == block_of(block)
+    layer = moe_layer("deepseek_v3")
+    assert rule_of(copy.deepcopy(layer).to("meta")) == rule_of(layer)
 
 
 def test_a_clamp_in_the_shared_expert_is_noticed() -> None:
-    shared = moe_block("deepseek_v3").shared_experts
+    shared = moe_layer("deepseek_v3").shared_experts
     assert mlp_of(shared).kind == "silu"
 
     class Clamped(type(shared)):
@@ -301,7 +317,7 @@ def test_a_clamp_in_the_shared_expert_is_noticed() -> None:
 
 
 class Twisted(nn.Module):
-    """A block that looks like its parent and does a little more."""
+    """A layer that looks like its parent and does a little more."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states) + 1e-3 * hidden_states
@@ -311,8 +327,8 @@ class Twisted(nn.Module):
 def test_a_small_twist_is_left_alone(family: str) -> None:
     model = tiny_model(family)
     for path, _ in list(moefuse.hf.support.on_interface(model)):
-        block = model.get_submodule(path.rpartition(".")[0])
-        block.__class__ = type("TwistedBlock", (Twisted, type(block)), {})
+        layer = model.get_submodule(path.rpartition(".")[0])
+        layer.__class__ = type("TwistedBlock", (Twisted, type(layer)), {})
     report = patch(model)
     assert not report.patched
     assert all("not the sum" in reason for reason in report.left_alone.values())

@@ -9,7 +9,7 @@ import torch
 
 import moefuse
 from moefuse import Activation, Routing
-from moefuse.nn import MoE, RouterTraining, add_lora
+from moefuse.nn import MoE, RouterTraining, RoutingStats, add_lora
 from moefuse.testing.compare import difference
 
 
@@ -19,12 +19,12 @@ def everything(**changes: object) -> MoE:
         "logit_bias": True, "selection_bias": True, "per_expert_scale": True, "shared_intermediate": 32,
         "shared_gate": True, "norm": True, "next_norm": True,
     }  # fmt: skip
-    block = MoE(**options | changes)
+    layer = MoE(**options | changes)
     with torch.no_grad():
-        for value in block.parameters():
+        for value in layer.parameters():
             if value.dim() < 2 or (value.shape[0] == 6 and value.dim() == 2):
                 value.add_(torch.randn_like(value) * 0.1)
-    return block
+    return layer
 
 
 def glu(z: torch.Tensor, activation: Activation, layout: str) -> torch.Tensor:
@@ -40,44 +40,44 @@ def glu(z: torch.Tensor, activation: Activation, layout: str) -> torch.Tensor:
     return g * torch.sigmoid(activation.alpha * g) * (u + 1)
 
 
-def by_hand(block: MoE, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block in float64, token by token and expert by expert."""
-    p = {name: value.detach().double() for name, value in (*block.named_parameters(), *block.named_buffers())}
+def by_hand(layer: MoE, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer in float64, token by token and expert by expert."""
+    p = {name: value.detach().double() for name, value in (*layer.named_parameters(), *layer.named_buffers())}
 
     def norm(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return v * torch.rsqrt(v.square().mean() + block.eps) * weight
+        return v * torch.rsqrt(v.square().mean() + layer.eps) * weight
 
     def mlp(
         v: torch.Tensor, layout: str, gate_up: torch.Tensor, down: torch.Tensor, b1: object = 0, b2: object = 0
     ) -> torch.Tensor:
         z = gate_up @ v + b1
-        return down @ glu(z.unsqueeze(0), block.activation, layout)[0] + b2
+        return down @ glu(z.unsqueeze(0), layer.activation, layout)[0] + b2
 
     outs = []
     for row, back in zip(x.double(), residual.double(), strict=True):
         v = norm(row, p["norm_weight"])
         scores = torch.softmax(p["router"] @ v + p["logit_bias"], 0)
-        ids = (scores + p["selection_bias"]).argsort(descending=True)[: block.routing.top_k]
+        ids = (scores + p["selection_bias"]).argsort(descending=True)[: layer.routing.top_k]
         weights = scores[ids] / scores[ids].sum() * p["per_expert_scale"][ids]
         out = back
         if "shared_down" in p:
-            shared = mlp(v, block.shared_layout, p["shared_gate_up"], p["shared_down"])
+            shared = mlp(v, layer.shared_layout, p["shared_gate_up"], p["shared_down"])
             out = out + torch.sigmoid(p["shared_gate"] @ v) * shared
         for w, e in zip(weights, ids, strict=True):
-            biases = (p["gate_up_bias"][e], p["down_bias"][e]) if block.gate_up_bias is not None else ()
-            out = out + w * mlp(v, block.layout, p["gate_up"][e], p["down"][e], *biases)
+            biases = (p["gate_up_bias"][e], p["down_bias"][e]) if layer.gate_up_bias is not None else ()
+            out = out + w * mlp(v, layer.layout, p["gate_up"][e], p["down"][e], *biases)
         outs.append(out)
     total = torch.stack(outs)
     return total, torch.stack([norm(row, p["next_norm_weight"]) for row in total])
 
 
-def test_the_whole_block_by_hand(target: tuple[str, str]) -> None:
+def test_the_whole_layer_by_hand(target: tuple[str, str]) -> None:
     backend, device = target
-    block = everything()
+    layer = everything()
     x, residual = torch.randn(7, 48), torch.randn(7, 48)
-    want = by_hand(block, x, residual)
+    want = by_hand(layer, x, residual)
     with torch.no_grad():
-        got = block.to(device)(x.to(device), residual.to(device), backend=backend)
+        got = layer.to(device)(x.to(device), residual.to(device), backend=backend)
     for have, goal in zip(got, want, strict=True):
         assert difference(have, goal).worst < 2e-6
 
@@ -89,22 +89,59 @@ def test_each_stack_has_its_layout(layouts: tuple[str, str | None], activation: 
     rule = Activation("relu2", gated=False) if activation == "ungated" else Activation(activation)
     x, residual = torch.randn(7, 48), torch.randn(7, 48)
     for bias, shared in itertools.product((False, True), (0, 32)):
-        block = everything(
+        layer = everything(
             layout=layouts[0], shared_layout=layouts[1], activation=rule, bias=bias, shared_intermediate=shared,
             shared_gate=bool(shared),
         )  # fmt: skip
-        want = by_hand(block, x, residual)
+        want = by_hand(layer, x, residual)
         with torch.no_grad():
-            add_lora(block, rank=2)  # adapters at zero take another path to the same result
-            adapted = block(x, residual)
-            block.lora = None
-            for got in (block(x, residual), adapted):
+            add_lora(layer, rank=2)  # adapters at zero take another path to the same result
+            adapted = layer(x, residual)
+            layer.lora = None
+            for got in (layer(x, residual), adapted):
                 assert difference(got[0], want[0]).worst < 2e-6, (bias, shared)
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each layer that runs in one call."""
+    calls: list[str] = []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append("moe")
+        return moefuse.moe(*args, **kwargs)
+
+    monkeypatch.setattr("moefuse.nn.moe.moe", counted)
+    return calls
+
+
+def test_one_call_where_nothing_comes_in_between(fused_calls: list[str]) -> None:
+    x = torch.randn(3, 48)
+    for whole in (everything(norm=False), everything(shared_intermediate=0, shared_gate=False)):
+        whole.router_training = RouterTraining(balance_loss=0.1)
+        whole.eval()(x, x)
+        assert fused_calls.pop() == "moe"
+        whole.train()(x, x)
+        assert not fused_calls, "the router's losses need its logits"
+        whole.eval().stats = RoutingStats(6)
+        whole(x, x)
+        assert not fused_calls, "statistics need the ids"
+        whole.stats = None
+        with torch.autocast("cpu", torch.bfloat16):
+            whole(x, x)
+            assert not fused_calls, "the experts' input is cast"
+            whole(x.bfloat16(), x)
+            assert fused_calls.pop() == "moe"
+        add_lora(whole, rank=2)
+        whole(x, x)
+        assert not fused_calls, "adapters stand beside the products"
+    everything()(x, x)
+    assert not fused_calls, "the shared expert needs the normed rows"
 
 
 def test_gradients_agree_with_float64(target: tuple[str, str]) -> None:
     backend, device = target
-    block = everything().to(device)
+    layer = everything().to(device)
     x = torch.randn(5, 48, device=device)
     seeds = torch.randn(5, 48, device=device), torch.randn(5, 48, device=device)
 
@@ -113,26 +150,26 @@ def test_gradients_agree_with_float64(target: tuple[str, str]) -> None:
         sum((o * s.to(o)).sum() for o, s in zip(outs, seeds, strict=True)).backward()
         return {name: value.grad.clone() for name, value in module.named_parameters()}
 
-    got = grads(block, x, backend)
-    block.zero_grad()
-    want = grads(block.double().cpu(), x.double().cpu(), "reference")
+    got = grads(layer, x, backend)
+    layer.zero_grad()
+    want = grads(layer.double().cpu(), x.double().cpu(), "reference")
     for name in want:
         assert difference(got[name], want[name], whole=True).worst < 1e-5, name
         assert want[name].abs().max() > 0, name
 
 
 def test_leading_dimensions_and_single_result() -> None:
-    block = MoE(32, 16, 4, Routing(top_k=2))
+    layer = MoE(32, 16, 4, Routing(top_k=2))
     x = torch.randn(2, 3, 5, 32)
-    out = block(x)
+    out = layer(x)
     assert out.shape == x.shape
-    assert torch.equal(out.reshape(-1, 32), block(x.reshape(-1, 32)))
+    assert torch.equal(out.reshape(-1, 32), layer(x.reshape(-1, 32)))
 
 
 def test_ungated_and_half_types() -> None:
-    block = MoE(32, 16, 4, Routing(top_k=2), activation=Activation("relu2", gated=False), dtype=torch.bfloat16)
-    assert block.gate_up.shape == (4, 16, 32)
-    assert block(torch.randn(3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    layer = MoE(32, 16, 4, Routing(top_k=2), activation=Activation("relu2", gated=False), dtype=torch.bfloat16)
+    assert layer.gate_up.shape == (4, 16, 32)
+    assert layer(torch.randn(3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_state_dict_round_trip() -> None:
@@ -143,10 +180,10 @@ def test_state_dict_round_trip() -> None:
 
 
 def test_compiles_to_one_graph() -> None:
-    block = everything()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    layer = everything()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 48)
-    for have, goal in zip(compiled(x, x), block(x, x), strict=True):
+    for have, goal in zip(compiled(x, x), layer(x, x), strict=True):
         torch.testing.assert_close(have, goal, rtol=0, atol=1e-6)
 
 
@@ -181,19 +218,19 @@ def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
 
 
 def test_wrong_input_is_the_inputs_fault() -> None:
-    block = MoE(64, 16, 4, Routing(top_k=2))
+    layer = MoE(64, 16, 4, Routing(top_k=2))
     with pytest.raises(ValueError, match=r"MoE: x must be \[\.\., hidden=64\], got shape \[3, 65\]"):
-        block(torch.randn(3, 65))
+        layer(torch.randn(3, 65))
     with pytest.raises(ValueError, match=r"MoE: x must be \[\.\., hidden=64\], got shape \[\]"):
-        block(torch.tensor(1.0))
+        layer(torch.tensor(1.0))
     with pytest.raises(TypeError, match="MoE: x must be a Tensor, got list"):
-        block([[0.0] * 64])
+        layer([[0.0] * 64])
     with pytest.raises(ValueError, match=r"MoE: residual must be \[3, 64\] like x, got \[64, 3\]"):
-        block(torch.randn(3, 64), torch.randn(64, 3))
+        layer(torch.randn(3, 64), torch.randn(64, 3))
     for wide, narrow in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         message = f"MoE: x must have the type of the experts, {wide}, got {narrow}: cast .* or run under torch.autocast"
         with pytest.raises(TypeError, match=message):
-            block.to(wide)(torch.randn(3, 64, dtype=narrow))
+            layer.to(wide)(torch.randn(3, 64, dtype=narrow))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -201,37 +238,37 @@ def test_wrong_input_is_the_inputs_fault() -> None:
 @pytest.mark.parametrize("stacks", [torch.float32, torch.bfloat16])
 def test_autocast(stacks: torch.dtype, rows: torch.dtype, kind: torch.dtype) -> None:
     """Experts in autocast's type, as torch's linear layers; router and norms unrounded, as ever."""
-    block = everything(next_norm=False).to(stacks)
+    layer = everything(next_norm=False).to(stacks)
     x = torch.randn(2, 5, 48).to(rows)
     cast = everything(next_norm=False).to(stacks)
-    cast.load_state_dict(block.state_dict())
+    cast.load_state_dict(layer.state_dict())
     for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
         setattr(cast, name, torch.nn.Parameter(getattr(cast, name).detach().to(kind)))
     weights, ids, normed = moefuse.gate(
-        x.reshape(-1, 48), block.router, block.routing, norm_weight=block.norm_weight, bias=block.selection_bias,
-        logit_bias=block.logit_bias, per_expert_scale=block.per_expert_scale, return_normed=True,
+        x.reshape(-1, 48), layer.router, layer.routing, norm_weight=layer.norm_weight, bias=layer.selection_bias,
+        logit_bias=layer.logit_bias, per_expert_scale=layer.per_expert_scale, return_normed=True,
     )  # fmt: skip
     cast._route = lambda *_: (weights, ids, normed.to(kind))
     want = cast(x.to(kind))
     with torch.autocast("cpu", kind):
-        got = block(x)
+        got = layer(x)
         assert got.dtype == kind
         assert torch.equal(got, want)
-        assert block(x, x).dtype == rows, "the residual's own"
+        assert layer(x, x).dtype == rows, "the residual's own"
         got.float().square().sum().backward()
-    assert all(value.grad is not None and value.grad.dtype == value.dtype for value in block.parameters())
+    assert all(value.grad is not None and value.grad.dtype == value.dtype for value in layer.parameters())
 
 
 def test_autocast_with_training_and_adapters_compiled() -> None:
-    block = everything(next_norm=False, router_training=RouterTraining(balance_loss=0.1))
-    add_lora(block, rank=2)
+    layer = everything(next_norm=False, router_training=RouterTraining(balance_loss=0.1))
+    add_lora(layer, rank=2)
     x = torch.randn(5, 48)
     with torch.autocast("cpu", torch.bfloat16):
-        want = block(x)
-        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+        want = layer(x)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert want.dtype == compiled.dtype == torch.bfloat16
     assert difference(compiled, want.double()).worst < 1e-2
-    plain = block(x)
+    plain = layer(x)
     assert difference(want, plain.double()).worst < 2e-2
     with torch.autocast("cpu", torch.bfloat16):
         assert everything(next_norm=False).double()(x.double()).dtype == torch.float64
@@ -245,13 +282,13 @@ def test_the_result_is_no_view() -> None:
 
 
 def test_exports_with_any_number_of_tokens() -> None:
-    block = MoE(32, 16, 4, Routing(top_k=2), shared_intermediate=16, norm=True).eval()
+    layer = MoE(32, 16, 4, Routing(top_k=2), shared_intermediate=16, norm=True).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        program = torch.export.export(block, (torch.randn(5, 32),), dynamic_shapes=({0: torch.export.Dim("T")},))
+        program = torch.export.export(layer, (torch.randn(5, 32),), dynamic_shapes=({0: torch.export.Dim("T")},))
     for tokens in (1, 2, 300):
         x = torch.randn(tokens, 32)
-        assert torch.allclose(program.module()(x), block(x), atol=1e-6)
+        assert torch.allclose(program.module()(x), layer(x), atol=1e-6)
 
 
 def test_says_what_it_is() -> None:

@@ -61,7 +61,7 @@ def test_z_loss(rng: torch.Generator) -> None:
         (lambda: router_z_loss(torch.zeros(3, 2), mask=torch.ones(2)), "mask must have T=3"),
         (lambda: load_balancing_loss(torch.zeros(3, 2), torch.zeros(2, 1)), "ids must be"),
         (lambda: update_selection_bias(torch.zeros(3), torch.zeros(2)), "must both be"),
-        (lambda: auxiliary_loss(block()), "no block of this model has one"),
+        (lambda: auxiliary_loss(block()), "no layer of this model has one"),
         (lambda: RoutingStats(0), "num_experts must be at least 1"),
         (lambda: RoutingStats.attach(torch.nn.Linear(2, 2)), "has no moefuse.nn.MoE"),
     ],

@@ -1,7 +1,7 @@
 // The product kernel: dot products between packed activation rows and weight rows as they lie.
 //
-// Every sum runs over K in one order: lane by lane over kDepth of K, then the lanes are added up, and so on. Tile shape,
-// row count and threads do not show in the result.
+// Every sum runs over K in one order: lane by lane over kDepth of K, then the lanes are added up; and so on. Tile
+// shape, row count and threads do not show in the result.
 #pragma once
 
 #include <cstring>

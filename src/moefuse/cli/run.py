@@ -52,7 +52,7 @@ def run(
     if model is None:
         model, prompt = _box(), _BOX_PROMPT if prompt is None else prompt
     elif prompt is None:
-        _stop("--prompt", "give the text to continue")
+        options.stop("--prompt", "give the text to continue")
     if plot is not None:
         _refuse_plot(plot)
     if parallel is not None:
@@ -61,7 +61,7 @@ def run(
     try:
         resolve("experts", target.type, torch.bfloat16)
     except ValueError as error:
-        _stop("MOEFUSE_BACKEND", str(error))
+        options.stop("MOEFUSE_BACKEND", str(error))
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     if target.type == "cpu":
         config.cap_onednn()
@@ -149,8 +149,8 @@ def _run(
         largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
         decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
         console.print(f"largest logit difference {largest:.2e}, of logits up to {size:.1f}", highlight=False)
-        console.print(f"speed against {against}: prefill {ours.prefill_rate / stock.prefill_rate:.2f}x{decode}",
-                      highlight=False)  # fmt: skip
+        prefill = f"prefill {ours.prefill_rate / stock.prefill_rate:.2f}x"
+        console.print(f"speed against {against}: {prefill}{decode}", highlight=False)
 
 
 def _tokens_of(count: int) -> str:
@@ -167,20 +167,16 @@ def _give_up(name: str, error: Exception) -> NoReturn:
 def _refuse_parallel(model: str, parallel: str, shows_load: bool) -> None:
     options.known("--parallel", parallel, ("tensor", "experts"))
     if model.endswith(".gguf"):
-        _stop("--parallel", "a GGUF file is not split over ranks: give the directory of a transformers model")
+        options.stop("--parallel", "a GGUF file is not split over ranks: give the directory of a transformers model")
     if parallel == "experts" and shows_load:
-        _stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
+        options.stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
     if not torch.distributed.is_torchelastic_launched():
-        _stop("--parallel", "it needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse run ...")
-
-
-def _stop(hint: str, message: str) -> NoReturn:
-    raise typer.BadParameter(message, param_hint=hint)
+        options.stop("--parallel", "it needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse run ...")
 
 
 def _box() -> str:
     if not _BOX.is_file():
-        _stop("MODEL", "this install came without the model in the box: name a directory or a GGUF file")
+        options.stop("MODEL", "this install came without the model in the box: name a directory or a GGUF file")
     return str(_BOX)
 
 
@@ -191,7 +187,7 @@ def _load(
         from moefuse import hf
         from moefuse.hf.load import load
     except ImportError as error:
-        _stop("MODEL", str(error))
+        options.stop("MODEL", str(error))
     from transformers.utils import logging
 
     transformers_logging: Any = logging  # untyped
@@ -203,10 +199,10 @@ def _load(
         try:
             model, tokenizer = load(path, dtype=dtype, device=device, parallel=parallel, exact=exact)
         except ValueError as error:
-            _stop("MODEL", str(error))
+            options.stop("MODEL", str(error))
     answer = hf.supports(model)
     if not answer:
-        _stop("MODEL", f"{answer.reason}; run it with transformers alone")
+        options.stop("MODEL", f"{answer.reason}; run it with transformers alone")
     return model, tokenizer
 
 
@@ -214,13 +210,13 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
     if not chat:
         tokens: Tensor = tokenizer(prompt, return_tensors="pt").input_ids
     elif tokenizer.chat_template is None:
-        _stop("--chat", "the model's tokenizer has no chat template; leave --chat out")
+        options.stop("--chat", "the model's tokenizer has no chat template; leave --chat out")
     else:
         turns = [{"role": "user", "content": prompt}]
         filled = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         tokens = filled["input_ids"]
     if tokens.shape[1] == 0:
-        _stop("--prompt", "it has no tokens; give some text")
+        options.stop("--prompt", "it has no tokens; give some text")
     return tokens
 
 
@@ -228,17 +224,17 @@ def _use(model: Any, implementation: str) -> None:
     try:
         model.set_experts_implementation(implementation)
     except ValueError as error:
-        _stop("--against", str(error).splitlines()[0])
+        options.stop("--against", str(error).splitlines()[0])
 
 
 def _refuse_compare(model: Any, device: torch.device) -> None:
     """The stock implementations want the experts of a GGUF file as numbers, several times their size."""
-    from moefuse.hf.block_experts import dequantized_bytes
+    from moefuse.hf.gguf_experts import dequantized_bytes
 
     needed, free = dequantized_bytes(model), _free_memory(device)
     if free is not None and needed > free:
-        _stop("--compare", f"the experts as numbers take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free; "
-              "leave --compare out")  # fmt: skip
+        sizes = f"{needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free"
+        options.stop("--compare", f"the experts as numbers take {sizes}; leave --compare out")
 
 
 def _free_memory(device: torch.device) -> int | None:
@@ -254,12 +250,12 @@ def _refuse_plot(plot: Path) -> None:
     from moefuse.bench import report
 
     if plot.suffix.lower() != ".png":
-        _stop("--plot", f"the file must end in .png, got {plot}")
+        options.stop("--plot", f"the file must end in .png, got {plot}")
     if not plot.parent.is_dir():
-        _stop("--plot", f"there is no folder {plot.parent} to write {plot.name} into")
+        options.stop("--plot", f"there is no folder {plot.parent} to write {plot.name} into")
     missing = report.plot_unavailable()
     if missing is not None:
-        _stop("--plot", missing)
+        options.stop("--plot", missing)
 
 
 def _print_load(console: Console, load: dict[str, Tensor]) -> None:

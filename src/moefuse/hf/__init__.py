@@ -3,7 +3,7 @@
     import moefuse.hf
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
 
-`supports` says whether a model would use it, `patch` replaces whole blocks where it understands them, `from_gguf` loads
+`supports` says whether a model would use it, `patch` runs whole MoE layers where it understands them, `from_gguf` loads
 a GGUF file and leaves its experts in their blocks.
 """
 
@@ -13,11 +13,9 @@ from moefuse.hf.register import NAME, register
 
 register()
 
-from moefuse.hf.block_experts import BlockExperts, dequantize  # noqa: E402  # transformers must be there and new enough
-from moefuse.hf.blocks import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.gguf import from_gguf  # noqa: E402
+from moefuse.hf.gguf_experts import BlockExperts, dequantize  # noqa: E402  # transformers must be there and new enough
+from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 
-__all__ = [
-    "NAME", "BlockExperts", "PatchReport", "Support", "dequantize", "from_gguf", "patch", "supports", "unpatch",
-]  # fmt: skip
+__all__ = ["NAME", "BlockExperts", "PatchReport", "Support", "dequantize", "from_gguf", "patch", "supports", "unpatch"]

@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse import combine, experts, grouped_linear, plan
-from moefuse.hf.block_experts import BlockExperts, Stacks
+from moefuse import experts, plan
+from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.nn.recognize import activation_of, layout_of
-from moefuse.types import Activation
+from moefuse.nn.shared import stack_arguments
+from moefuse.ops.composed import composed
+from moefuse.types import Activation, Stacks, Tail
 
 
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``.
 
-    An id outside the module's experts, as expert parallelism marks the slots of other ranks, contributes nothing.
+    An id outside the module's experts, as expert parallelism marks the slots of other ranks, contributes nothing. On a
+    CPU the first call changes the strides of parameters kept as ``[E, in, out]``: see `_lay_rows_along_the_input`.
     """
     stacks = stacks_of(module)
     # Under autocast the rows may be wider or narrower than the weights; like the built-in paths, the weights decide.
-    x = hidden_states.to(stacks.down.dtype)
+    x = hidden_states.to(module.down_proj.dtype)
     weights = top_k_weights.to(x.dtype) if x.dtype == torch.float64 else top_k_weights
     activation = known_activation(module)
     out: Any  # no norm_weight is given, so each op returns one tensor
     if activation is None or getattr(module, "has_post_expert_norm", False):
         out = _with_own_parts(module, x, top_k_index, weights, stacks)
     else:
-        out = experts(
-            x, top_k_index, weights, stacks.gate_up, stacks.down, activation=activation, layout=layout_of(module),
-            gate_up_bias=stacks.gate_up_bias, down_bias=stacks.down_bias,
-        )  # fmt: skip
+        out = experts(x, top_k_index, weights, activation=activation, **stack_arguments(stacks))
     return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
 
 
@@ -55,16 +55,18 @@ def stacks_of(module: Any) -> Stacks:
         _lay_rows_along_the_input(down)
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if not module.has_bias:
-        return Stacks(gate_up, down, None, None)
+        return Stacks(gate_up, None, down, layout=layout_of(module))
     gate_up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-    return Stacks(gate_up, down, gate_up_bias, module.down_proj_bias)
+    return Stacks(gate_up, None, down, gate_up_bias, module.down_proj_bias, layout_of(module))
 
 
 def _lay_rows_along_the_input(stack: Tensor) -> None:
-    """Change the strides of an ``[E, in, out]`` stack so that its transposed view is dense; shape and values stay.
+    """Change the strides of a user's ``[E, in, out]`` parameter so that its transposed view is dense.
 
-    The CPU kernels read along the input dimension and would copy the stack at each call. This moves it once, in place
-    of the old memory, so that nothing is held twice.
+    The CPU kernels read along the input dimension and would copy the stack at each call, and a copy kept beside it
+    would double the memory of the model. So the parameter's own ``data`` is replaced, once: shape, values, gradients
+    and what is saved stay, its address and strides do not. While it moves, this one stack is there twice. `unpatch`
+    moves it back.
     """
     if torch.compiler.is_compiling() or stack.device.type != "cpu" or stack.stride(1) == 1:
         return
@@ -111,14 +113,9 @@ def _fields_at(address: int) -> tuple[Any, ...]:
     return _fields_of(ctypes.cast(address, ctypes.py_object).value)
 
 
-def _with_own_parts(module: Any, x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
-    """Our two products and sum around the module's own gate and norm."""
-    E = stacks.down.shape[0]
-    order = plan(ids, E)
-    z = grouped_linear(x, stacks.gate_up, order, gather=True, scatter=False, bias=stacks.gate_up_bias)
-    h = (module._apply_gate if module.has_gate else module.act_fn)(z).to(x.dtype)
-    y = grouped_linear(h, stacks.down, order, gather=False, scatter=True, bias=stacks.down_bias)
-    if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(y).to(x.dtype)
-    live = (ids >= 0) & (ids < E)
-    return combine(y, weights.masked_fill(~live, 0))  # type: ignore[return-value]  # no norm_weight: one tensor
+def _with_own_parts(module: Any, x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks) -> Any:
+    """Our products and sum around the module's own activation and norm."""
+    own_activation = module._apply_gate if module.has_gate else module.act_fn
+    own_norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    order = plan(ids, stacks.down.shape[0])
+    return composed(x, ids, weights, stacks, order, own_activation, Tail(), after=own_norm)

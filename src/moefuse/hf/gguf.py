@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moefuse.hf.block_experts import BlockExperts, refuse_to_save
 from moefuse.hf.experts import known_activation
+from moefuse.hf.gguf_experts import BlockExperts, refuse_to_save
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys
 from moefuse.hf.gguf_tokenizer import read_tokenizer
 from moefuse.hf.register import NAME
@@ -102,8 +102,8 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if function is torch.empty and args and options.get("device") is None:
-            sizes = args[0] if isinstance(args[0], (tuple, list)) else args
-            if math.prod(sizes) > _LARGE:
+            first, *_ = args
+            if math.prod(first if isinstance(first, (tuple, list)) else args) > _LARGE:
                 options["device"] = "meta"
         return function(*args, **options)
 
@@ -192,7 +192,7 @@ def _tied(model: Any) -> set[str]:
 def _experts_of(file: GGUFFile, layer: int, stock: Any, dtype: torch.dtype, exact: bool) -> BlockExperts:
     activation = known_activation(stock)
     if activation is None:
-        raise ValueError(f"from_gguf: the gate of {type(stock).__name__} must be one of ours, got another")
+        raise ValueError(f"from_gguf: the activation of {type(stock).__name__} must be one of ours, got another")
     tensors = read_experts(file, layer)
     E, H, I = tensors["down"].shape
     want = tuple(stock.down_proj.transpose(1, 2).shape if stock.is_transposed else stock.down_proj.shape)

@@ -1,7 +1,8 @@
 """GGUF architectures as transformers models: the configuration from the metadata, and which tensor is which parameter.
 
 llama.cpp names tensors in its own way and turns some of them over when it converts a model; this is the way back. Sizes
-are read off the tensors where they can be. An architecture is a row in `ARCHITECTURES`, with a test.
+are read off the tensors where they can be. An architecture is a row in `ARCHITECTURES`, with a test. What its
+router and experts compute is its row in `moefuse.nn.from_gguf.FAMILIES`, which knows more and needs no transformers.
 """
 
 from __future__ import annotations

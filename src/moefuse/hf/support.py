@@ -10,8 +10,8 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from moefuse.hf.block_experts import BlockExperts
 from moefuse.hf.experts import known_activation
+from moefuse.hf.gguf_experts import BlockExperts
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _judge(model: nn.Module) -> Iterator[ModuleSupport]:
         elif isinstance(interface, FP8ExpertsInterface):
             yield ModuleSupport(path, kind, False, "its weights are FP8")
         elif interface is not None:
-            how = "fused" if known_activation(module) is not None else "our products around the module's own gate"
+            how = "fused" if known_activation(module) is not None else "our products around the module's own activation"
             yield ModuleSupport(path, kind, True, how)
         elif _looks_like_experts(module):
             yield ModuleSupport(path, kind, False, "it is not on transformers' experts interface and ignores the name")

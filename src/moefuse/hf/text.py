@@ -133,11 +133,14 @@ def generate(
         options["do_sample"] = False
     with torch.no_grad():
         tokens = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, streamer=clock,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            streamer=clock,
             logits_processor=LogitsProcessorList([_Watch(model)]),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **options,
-        )  # fmt: skip
+        )
     started, first, *_ = clock.times  # the streamer is given the prompt first
     written = tokens.shape[1] - prompt.shape[1]
     return Generation(clock.text, tokens, prompt.shape[1], first - started, written - 1, clock.times[written] - first)
@@ -149,11 +152,12 @@ def expert_load(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
     def count(path: str) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...]) -> None:
-            counts = torch.bincount(args[1].flatten().cpu(), minlength=module.num_experts)[: module.num_experts]
+            _, ids, *_ = args
+            counts = torch.bincount(ids.flatten().cpu(), minlength=module.num_experts)[: module.num_experts]
             load[path] = load[path] + counts if path in load else counts
 
         return hook
 
-    # A hook on its experts makes a patched block take the path on which they are called.
+    # A hook on its experts makes a patched layer take the path on which they are called.
     _run_hooked(model, tokens, [m.register_forward_pre_hook(count(path)) for path, m in on_interface(model)])
     return load

@@ -164,9 +164,10 @@ def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Te
     tensors: dict[str, Any] = {"router": router} | _stacks(at, E, H)
     I = tensors["down"].shape[2]
     per_expert = {
-        "logit_bias": "ffn_gate_inp.bias", "selection_bias": "exp_probs_b.bias",
+        "logit_bias": "ffn_gate_inp.bias",
+        "selection_bias": "exp_probs_b.bias",
         "per_expert_scale": "ffn_down_exps.scale",
-    }  # fmt: skip
+    }
     for name, stored in per_expert.items():
         value = at.plain(stored, E)
         if value is not None:
@@ -231,7 +232,7 @@ def _stacks(at: _Layer, E: int, H: int) -> dict[str, Tensor | QuantTensor]:
 def _gemma4(at: _Layer, router: Tensor) -> dict[str, Tensor]:
     """Gemma 4 norms the residual stream twice, without a weight for its router and with one for its experts.
 
-    The block norms once, with the experts' weight; the router's own factors, over that weight, go into the router.
+    The layer norms once, with the experts' weight; the router's own factors, over that weight, go into the router.
     """
     norm, scale = at.plain("pre_ffw_norm_2.weight", router.shape[1]), at.plain("ffn_gate_inp.scale", router.shape[1])
     if norm is None or scale is None:
@@ -253,7 +254,7 @@ def _shared(at: _Layer, H: int, tensors: dict[str, Any]) -> int:
     tensors["shared_up"] = at.need("ffn_up_shexp.weight", width, H)
     name = "ffn_gate_inp_shexp.weight"
     flat = at.prefix + name in at.file and len(at.file.infos[at.prefix + name].shape) == 1
-    weigher = at.plain(name, H) if flat else at.plain(name, 1, H)
-    if weigher is not None:
-        tensors["shared_gate"] = weigher.view(H)
+    shared_gate = at.plain(name, H) if flat else at.plain(name, 1, H)
+    if shared_gate is not None:
+        tensors["shared_gate"] = shared_gate.view(H)
     return width

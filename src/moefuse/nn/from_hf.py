@@ -1,4 +1,4 @@
-"""A Hugging Face block as the arguments and tensors of `moefuse.nn.MoE`; transformers is not imported."""
+"""A Hugging Face MoE layer as the arguments and tensors of `moefuse.nn.MoE`; transformers is not imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moefuse.nn.recognize import NotRecognized, activation_of, block_of, layout_of, mlp_of
+from moefuse.nn.recognize import NotRecognized, activation_of, layout_of, mlp_of, place_of, rule_of, tensor_at
 from moefuse.types import Activation
 
 
@@ -22,7 +22,7 @@ def _expert_tensors(experts: Any) -> dict[str, Tensor]:
 
 
 def _shared_tensors(shared: Any, activation: Activation) -> dict[str, Tensor]:
-    """The shared expert's weights; gate and up stay apart, so that they are the block's own."""
+    """The shared expert's weights; gate and up stay apart, so that they are the layer's own."""
     if mlp_of(shared) != Activation(activation.kind, activation.gated):
         raise NotRecognized(f"the shared expert must be an MLP like the experts, got {type(shared).__name__}")
     found = {"shared_gate_up": shared.up_proj.weight, "shared_down": shared.down_proj.weight}
@@ -31,31 +31,27 @@ def _shared_tensors(shared: Any, activation: Activation) -> dict[str, Tensor]:
     return found
 
 
-def read_block(block: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Arguments of `moefuse.nn.MoE` and its tensors by parameter name; a ValueError says why a block is refused."""
+def read_layer(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments of `moefuse.nn.MoE` and its tensors by parameter name; a ValueError says why a layer is refused."""
     try:
-        return _read(block)
+        return _read(layer)
     except NotRecognized as reason:
-        raise ValueError(f"from_hf: {type(block).__name__} is not a block that MoE can express: {reason}") from None
+        raise ValueError(f"from_hf: {type(layer).__name__} is not a layer that MoE can express: {reason}") from None
 
 
-def _read(block: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    rule = block_of(block)
-    experts: Any = block.get_submodule("experts")
+def _read(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    rule = rule_of(layer)
+    experts: Any = layer.get_submodule("experts")
     activation = activation_of(experts)
     if activation is None or getattr(experts, "has_post_expert_norm", False):
         raise NotRecognized("what stands between or after the products of its experts is not one of ours")
     tensors = _expert_tensors(experts)
     named = {"router": rule.router, "logit_bias": rule.logit_bias, "selection_bias": rule.selection_bias}
-    for name, path in named.items():
-        value = rule.tensor(block, path)
-        if value is not None:
-            tensors[name] = value
+    tensors |= {name: tensor_at(*place_of(layer, path)) for name, path in named.items() if path is not None}
     if rule.shared is not None:
-        tensors |= _shared_tensors(block.get_submodule(rule.shared), activation)
+        tensors |= _shared_tensors(layer.get_submodule(rule.shared), activation)
     if rule.shared_gate is not None:
-        weigher: Any = block.get_submodule(rule.shared_gate)
-        tensors["shared_gate"] = weigher.weight.detach()[0]
+        tensors["shared_gate"] = tensor_at(layer.get_submodule(rule.shared_gate), "weight").detach()
     E, H, I = tensors["down"].shape
     options = {
         "hidden": H,

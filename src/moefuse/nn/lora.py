@@ -44,9 +44,9 @@ class ExpertsLoRA(nn.Module):
         return self.scale * added
 
     def down(self, hidden: Tensor, plan: Plan, backend: str | None) -> Tensor:
-        """What it adds to the experts' outputs, ``[S, H]`` expert-major, for hidden rows ``[S, I]``."""
+        """What it adds to the experts' outputs, ``[S, H]`` in slot order, for expert-major rows ``[S, I]``."""
         inner = grouped_linear(hidden, self.down_a.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
-        added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=False, backend=backend)
+        added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=True, backend=backend)
         return self.scale * added
 
     def extra_repr(self) -> str:
@@ -66,15 +66,15 @@ def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoR
 
     >>> from moefuse import Routing
     >>> from moefuse.nn import MoE
-    >>> block = MoE(16, 8, 4, Routing(top_k=2))
-    >>> adapters = add_lora(block, rank=2)
-    >>> sorted(name for name, p in block.named_parameters() if p.requires_grad)
+    >>> layer = MoE(16, 8, 4, Routing(top_k=2))
+    >>> adapters = add_lora(layer, rank=2)
+    >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad)
     ['lora.down_a', 'lora.down_b', 'lora.gate_up_a', 'lora.gate_up_b']
     """
     _, H, I = block.stack("down").shape
     if block.lora is not None:
         raise ValueError(
-            f"add_lora: the block has adapters of rank {block.lora.rank} already; merge_lora folds them in"
+            f"add_lora: the layer has adapters of rank {block.lora.rank} already; merge_lora folds them in"
         )
     check_count("add_lora", "rank", rank, 1)
     if rank > min(H, I):
@@ -90,15 +90,15 @@ def merge_lora(block: MoE) -> None:
 
     >>> from moefuse import Routing
     >>> from moefuse.nn import MoE
-    >>> block = MoE(16, 8, 4, Routing(top_k=2))
-    >>> _ = add_lora(block, rank=2)
-    >>> merge_lora(block)
-    >>> block.lora is None
+    >>> layer = MoE(16, 8, 4, Routing(top_k=2))
+    >>> _ = add_lora(layer, rank=2)
+    >>> merge_lora(layer)
+    >>> layer.lora is None
     True
     """
     lora = block.lora
     if lora is None:
-        raise ValueError("merge_lora: the block has no adapters; add_lora gives it some")
+        raise ValueError("merge_lora: the layer has no adapters; add_lora gives it some")
     if block.specs:
         raise ValueError("merge_lora: experts in blocks cannot take a delta; keep the adapters beside them")
     first = (block.gate_up,) if block.up is None else (block.gate_up, block.up)

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block as a module."""
+"""The mixture-of-experts layer as a module."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
+from moefuse.nn.shared import shared_expert, shared_logit, stack_arguments
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.checks import FLOATS, check_count, check_eps, check_instance
-from moefuse.ops.combine import combine
+from moefuse.ops.composed import composed
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
-from moefuse.ops.glu import check_activation, check_layout, glu
-from moefuse.ops.grouped_linear import grouped_linear
+from moefuse.ops.glu import check_activation, check_layout
+from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
 from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor, wrap
-from moefuse.types import Activation, Routing
+from moefuse.types import Activation, Routing, Stacks, Tail
+
+_FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
 
 
 class MoE(nn.Module):
@@ -53,9 +56,9 @@ class MoE(nn.Module):
 
     ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`.
 
-    >>> block = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
+    >>> layer = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
     >>> x = torch.randn(2, 5, 64)
-    >>> block(x, residual=x).shape
+    >>> layer(x, residual=x).shape
     torch.Size([2, 5, 64])
     """
 
@@ -91,11 +94,8 @@ class MoE(nn.Module):
         check_layout("MoE", layout)
         check_layout("MoE", shared_layout)
         check_eps("MoE", "eps", eps)
-        flags = {
-            "bias": bias, "logit_bias": logit_bias, "selection_bias": selection_bias,
-            "per_expert_scale": per_expert_scale, "shared_gate": shared_gate, "norm": norm, "next_norm": next_norm,
-        }  # fmt: skip
-        for name, flag in flags.items():
+        flags = (bias, logit_bias, selection_bias, per_expert_scale, shared_gate, norm, next_norm)
+        for name, flag in zip(_FLAGS, flags, strict=True):
             check_instance("MoE", name, flag, bool)
         if shared_gate and not shared_intermediate:
             raise ValueError("MoE: shared_gate must come with shared_intermediate, got 0")
@@ -152,14 +152,14 @@ class MoE(nn.Module):
 
     @classmethod
     def from_hf(cls, block: nn.Module) -> MoE:
-        """The module that computes what a Hugging Face block does, sharing its parameters.
+        """The module that computes what a Hugging Face MoE block does, sharing its parameters.
 
-        Takes the blocks that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
+        Takes the modules that `moefuse.nn.recognize` knows by what they do; any other is refused, never approximated.
         Stacks that Hugging Face keeps transposed (gpt-oss) are laid anew, once.
         """
-        from moefuse.nn.from_hf import read_block
+        from moefuse.nn.from_hf import read_layer
 
-        options, tensors = read_block(block)
+        options, tensors = read_layer(block)
         with torch.device("meta"):
             module = cls(**options)
         for name, value in tensors.items():
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         """The experts of one layer of a GGUF file, in the file's blocks: views of its map, nothing is copied.
 
         Takes the architectures that `moefuse.nn.from_gguf` knows, by name; any other is refused, never approximated.
-        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the block.
+        Parameters come frozen. Gemma 4's module takes the residual stream, for its norm belongs to the layer.
 
         Args:
             source: a path, or what `moefuse.quant.gguf.read` returned, which maps once for all layers.
@@ -208,10 +208,15 @@ class MoE(nn.Module):
             value = value.to(dtype)
         return wrap(value.unsqueeze(0) if value.dim() == 2 else value, spec)
 
-    def _first(self, prefix: str, layout: str, dtype: torch.dtype | None) -> tuple[Any, str]:
-        """Gate and up, and how their rows stand: in ``layout`` where they are one stack."""
-        joined, up = self.stack(f"{prefix}gate_up", dtype), self.stack(f"{prefix}up", dtype)
-        return (joined, layout) if up is None else ((joined, up), "halves")
+    def _stacks(self, dtype: torch.dtype | None) -> Stacks:
+        """The experts as the ops take them; where gate and up come apart, there is no layout to choose."""
+        gate_up, up, down = (self.stack(name, dtype) for name in ("gate_up", "up", "down"))
+        layout = self.layout if up is None else "halves"
+        return Stacks(gate_up, up, down, self.gate_up_bias, self.down_bias, layout)
+
+    def _shared_stacks(self, dtype: torch.dtype | None) -> Stacks:
+        gate_up, up, down = (self.stack(name, dtype) for name in ("shared_gate_up", "shared_up", "shared_down"))
+        return Stacks(gate_up, up, down, layout=self.shared_layout if up is None else "halves")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -256,93 +261,96 @@ class MoE(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Products in ``dtype``, or in the type that x and the stacks have."""
         rows = x.reshape(-1, x.shape[-1])
-        gate_up, layout = self._first("", self.layout, dtype)
-        down = self.stack("down", dtype)
+        stacks = self._stacks(dtype)
         if dtype is None:
-            plain = next(
-                (w for w in (*(gate_up if isinstance(gate_up, tuple) else (gate_up,)), down) if isinstance(w, Tensor)),
-                x,
-            )
+            plain = next((w for w in (stacks.gate_up, stacks.up, stacks.down) if isinstance(w, Tensor)), x)
             if plain.dtype != x.dtype:
                 raise TypeError(
                     f"MoE: x must have the type of the experts, {plain.dtype}, got {x.dtype}: cast one of the two, or "
                     "run under torch.autocast"
                 )
+        added = None if residual is None else residual.reshape(rows.shape)
+        run = self._in_one_call if self._is_whole(dtype in (None, x.dtype)) else self._in_parts
+        result = run(rows, stacks, added, backend, dtype)
+        if isinstance(result, Tensor):
+            return _shaped(result, x)
+        out, normed = result
+        return _shaped(out, x), _shaped(normed, x)
+
+    def _is_whole(self, same_type: bool) -> bool:
+        """Whether one call does all: nothing comes in between router and experts, neither a cast nor adapters,
+        statistics, a router's training, or a shared expert that needs the normed rows."""
+        normed = self.norm_weight is not None and self.shared_down is not None
+        noted = self.stats is not None or (self.training and self.router_training is not None)
+        return same_type and not normed and not noted and self.lora is None
+
+    def _in_one_call(
+        self, rows: Tensor, stacks: Stacks, residual: Tensor | None, backend: str | None, dtype: torch.dtype | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        tail = self._tail(rows, residual, backend, dtype)
+        return moe(
+            rows,
+            self.router,
+            routing=self.routing,
+            activation=self.activation,
+            shared=tail.shared,
+            shared_logit=tail.shared_logit,
+            residual=tail.residual,
+            next_norm_weight=tail.norm_weight,
+            next_eps=tail.eps,
+            backend=backend,
+            **self._router_options(),
+            **stack_arguments(stacks),
+        )
+
+    def _in_parts(
+        self, rows: Tensor, stacks: Stacks, residual: Tensor | None, backend: str | None, dtype: torch.dtype | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         weights, ids, normed = self._route(rows, backend)
         if dtype is not None:
             normed = normed.to(dtype)
         if self.stats is not None:
             self.stats.record(ids, weights)
-        shared, shared_logit = self._shared(normed, backend, dtype)
-        tail: dict[str, Any] = {
-            "shared": shared, "shared_logit": shared_logit, "norm_weight": self.next_norm_weight, "eps": self.eps,
-            "residual": None if residual is None else residual.reshape(rows.shape), "backend": backend,
-        }  # fmt: skip
-        if self.lora is None:
-            result = experts(
-                normed, ids, weights, gate_up, down, activation=self.activation, layout=layout,
-                gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, **tail,
-            )  # fmt: skip
-        else:
-            result = self._adapted(self.lora, normed, ids, weights, gate_up, down, layout, tail)
-        if isinstance(result, tuple):
-            return _shaped(result[0], x), _shaped(result[1], x)
-        return _shaped(result, x)
+        tail = self._tail(normed, residual, backend, dtype)
+        if self.lora is not None:
+            order = plan(ids, self.router.shape[0], backend=backend)
+            return composed(normed, ids, weights, stacks, order, self.activation, tail, backend, adapters=self.lora)
+        options = stack_arguments(stacks) | tail._asdict()
+        return experts(normed, ids, weights, activation=self.activation, backend=backend, **options)
 
-    def _route(self, rows: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _router_options(self) -> dict[str, Any]:
+        return {
+            "norm_weight": self.norm_weight,
+            "eps": self.eps,
+            "bias": self.selection_bias,
+            "logit_bias": self.logit_bias,
+            "per_expert_scale": self.per_expert_scale,
+        }
+
+    def _route(self, rows: Tensor, backend: str | None) -> tuple[Tensor, ...]:
         """Weights, ids and the experts' input; in training with the router's losses and noise."""
         rule = self.router_training if self.training else None
         if rule is None:
-            weights, ids, normed = gate(
-                rows, self.router, self.routing, norm_weight=self.norm_weight, eps=self.eps, bias=self.selection_bias,
-                logit_bias=self.logit_bias, per_expert_scale=self.per_expert_scale, return_normed=True,
-                backend=backend,
-            )  # fmt: skip
-            return weights, ids, normed
+            options = self._router_options()
+            return gate(rows, self.router, self.routing, return_normed=True, backend=backend, **options)
         normed = widen(rows)
         if self.norm_weight is not None:
             normed = nn.functional.rms_norm(normed, normed.shape[-1:], widen(self.norm_weight), self.eps)
         logits = rule.perturbed_input(normed) @ widen(self.router).T
         if self.logit_bias is not None:
             logits = logits + widen(self.logit_bias)
-        weights, ids = route(
-            rule.perturbed_logits(logits), self.routing, bias=self.selection_bias,
-            per_expert_scale=self.per_expert_scale, backend=backend,
-        )  # fmt: skip
+        options = {"bias": self.selection_bias, "per_expert_scale": self.per_expert_scale}
+        weights, ids = route(rule.perturbed_logits(logits), self.routing, backend=backend, **options)
         self.auxiliary_loss = rule.loss(logits, ids, self.routing)
         return weights, ids, normed.to(rows.dtype)
 
-    def _adapted(
-        self, lora: ExpertsLoRA, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, layout: str,
-        tail: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """The experts with adapters beside both products."""
-        E, backend = self.router.shape[0], tail["backend"]
-        to = plan(ids, E, backend=backend)
-        stacks = gate_up if isinstance(gate_up, tuple) else (gate_up,)
-        biases = [None] * len(stacks) if self.gate_up_bias is None else self.gate_up_bias.chunk(len(stacks), -1)
-        parts = [
-            grouped_linear(x, stack, to, gather=True, scatter=False, bias=bias, backend=backend)
-            for stack, bias in zip(stacks, biases, strict=True)
-        ]
-        z = torch.cat(parts, -1) + lora.up(x, to, backend)
-        hidden = glu(z, self.activation, layout=layout, backend=backend)
-        y = grouped_linear(hidden, down, to, gather=False, scatter=False, bias=self.down_bias, backend=backend)
-        live = torch.where((ids >= 0) & (ids < E), weights, 0.0)
-        return combine(y + lora.down(hidden, to, backend), live, inverse=to.inverse, **tail)
-
-    def _shared(self, x: Tensor, backend: str | None, dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
-        """The shared expert, which is one expert that every token goes to, and the logit of its gate."""
-        if self.shared_gate_up is None or self.shared_down is None:
-            return None, None
-        to_it = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
-        ones = x.new_ones((x.shape[0], 1))
-        gate_up, layout = self._first("shared_", self.shared_layout, dtype)
-        down = self.stack("shared_down", dtype)
-        out = experts(x, to_it, ones, gate_up, down, activation=self.activation, layout=layout, backend=backend)
-        if self.shared_gate is None:
-            return out, None
-        return out, widen(x) @ widen(self.shared_gate)
+    def _tail(self, x: Tensor, residual: Tensor | None, backend: str | None, dtype: torch.dtype | None) -> Tail:
+        """What follows the experts' sum; x is what they see."""
+        rest = Tail(residual=residual, norm_weight=self.next_norm_weight, eps=self.eps)
+        if self.shared_down is None:
+            return rest
+        out = shared_expert(x, self._shared_stacks(dtype), self.activation, backend)
+        return rest._replace(shared=out, shared_logit=shared_logit(x, self.shared_gate))
 
     def extra_repr(self) -> str:
         E, H, I = self.stack("down").shape

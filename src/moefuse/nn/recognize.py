@@ -1,4 +1,4 @@
-"""What a piece of somebody else's block computes, found out by running it.
+"""What a piece of somebody else's layer computes, found out by running it.
 
 Names lie and attributes are incomplete: the class tagged "SoftmaxTopKRouter" may take sigmoids. So each piece is copied
 without its weights, given random ones and run on inputs that tell the known rules apart: far inside and far outside
@@ -28,7 +28,7 @@ _CLAMPED = ("swiglu_oai", "swiglu_clamp")
 
 
 class NotRecognized(ValueError):
-    """Why a block is not one that the ops can express."""
+    """Why a layer is not one that the ops can express."""
 
 
 def layout_of(experts: Any) -> str:
@@ -133,8 +133,8 @@ def mlp_of(mlp: nn.Module) -> Activation | None:
 
 
 @dataclass(frozen=True)
-class BlockRule:
-    """What a block of router, experts and shared expert computes. Tensors are named by their path in the block."""
+class LayerRule:
+    """What a layer of router, experts and shared expert computes. Tensors are named by their path in the layer."""
 
     routing: Routing
     router: str
@@ -145,21 +145,25 @@ class BlockRule:
     returns_weights: bool = False
     same_in_training: bool = True
 
-    def tensor(self, block: nn.Module, path: str | None) -> Tensor | None:
-        """The tensor at a path, as ``[E]`` or ``[.., H]``."""
-        if path is None:
-            return None
-        owner, _, name = path.rpartition(".")
-        value: Tensor = getattr(block.get_submodule(owner), name)
-        return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
+
+def place_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor at a path, and the tensor's name there."""
+    owner, _, name = path.rpartition(".")
+    return layer.get_submodule(owner), name
 
 
-def structure_of(block: nn.Module) -> tuple[Any, ...]:
-    """Equal for two blocks that differ in the numbers of their tensors only: what one computes, the other does.
+def tensor_at(owner: nn.Module, name: str) -> Tensor:
+    """A tensor in its place, a single row as a vector."""
+    value: Tensor = getattr(owner, name)
+    return value.reshape(-1) if value.dim() == 2 and value.shape[0] == 1 else value
+
+
+def structure_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for two layers that differ in the numbers of their tensors only: what one computes, the other does.
 
     An attribute that is neither a plain value nor shared by the two sets them apart, and so does a layer's own number.
     """
-    return tuple((path, type(module), *_structure(path, module)) for path, module in block.named_modules())
+    return tuple((path, type(module), *_structure(path, module)) for path, module in layer.named_modules())
 
 
 _NO_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
@@ -167,7 +171,7 @@ _NO_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
 
 def _structure(path: str, module: Any) -> tuple[Any, ...]:
     own = {name: value for name, value in vars(module).items() if name not in _NO_STRUCTURE}
-    if path == "experts":  # of which a block knows the sizes, not the weights
+    if path == "experts":  # of which a layer knows the sizes, not the weights
         numbers = tuple((name, value) for name, value in own.items() if isinstance(value, (int, float)))
         stack = getattr(module, "down_proj", None)
         return numbers, stack.shape[
@@ -193,12 +197,12 @@ _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
 @_one_thread()
-def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
-    """Recognise a block; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
-    parts = _parts(block)
+def rule_of(layer: nn.Module, likely: Iterable[LayerRule] = ()) -> LayerRule:
+    """Recognise a layer; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
+    parts = _parts(layer)
     for tried in ((rule.routing,) for rule in dict.fromkeys(likely)), (None,):
         for routings in tried:
-            first, *others = [_probe(block, parts, *draw, routings) for draw in enumerate(_BIAS_SIZES)]
+            first, *others = [_probe(layer, parts, *draw, routings) for draw in enumerate(_BIAS_SIZES)]
             for rule in first:
                 if all(rule in fitting for fitting in others):
                     return rule
@@ -207,7 +211,7 @@ def block_of(block: nn.Module, likely: Iterable[BlockRule] = ()) -> BlockRule:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tensors of a block by role; ``vectors`` are per expert and may be a bias of either kind."""
+    """The tensors of a layer by role; ``vectors`` are per expert and may be a bias of either kind."""
 
     num_experts: int
     hidden: int
@@ -217,26 +221,26 @@ class _Parts:
     shared_gate: str | None
 
 
-def _parts(block: nn.Module) -> _Parts:
-    experts: Any = getattr(block, "experts", None)
+def _parts(layer: nn.Module) -> _Parts:
+    experts: Any = getattr(layer, "experts", None)
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, Tensor) or down.dim() != 3:
-        raise NotRecognized(f"it must hold a router and stacked experts, got {type(block).__name__}")
+        raise NotRecognized(f"it must hold a router and stacked experts, got {type(layer).__name__}")
     E = down.shape[0]
     H = down.shape[1 if not getattr(experts, "is_transposed", False) else 2]
     shared = [
-        name for name, child in block.named_children() if isinstance(getattr(child, "down_proj", None), nn.Module)
+        name for name, child in layer.named_children() if isinstance(getattr(child, "down_proj", None), nn.Module)
     ]
-    weighers = [
-        name for name, child in block.named_children() if isinstance(child, nn.Linear) and child.out_features == 1
+    shared_gates = [
+        name for name, child in layer.named_children() if isinstance(child, nn.Linear) and child.out_features == 1
     ]
-    if len(shared) > 1 or len(weighers) > 1 or (weighers and not shared):
-        raise NotRecognized(f"one shared expert and one gate for it at most, got {', '.join(shared + weighers)}")
-    if weighers and (E == 1 or block.get_submodule(weighers[0]).bias is not None):
-        raise NotRecognized(f"the gate of the shared expert must have no bias, got {weighers[0]}.bias")
+    if len(shared) > 1 or len(shared_gates) > 1 or (shared_gates and not shared):
+        raise NotRecognized(f"one shared expert and one gate for it at most, got {', '.join(shared + shared_gates)}")
+    if shared_gates and (E == 1 or layer.get_submodule(shared_gates[0]).bias is not None):
+        raise NotRecognized(f"the gate of the shared expert must have no bias, got {shared_gates[0]}.bias")
     routers, vectors, foreign = [], [], []
-    for path, value in itertools.chain(block.named_parameters(), block.named_buffers()):
-        if path.split(".")[0] in ("experts", *shared, *weighers):
+    for path, value in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+        if path.split(".")[0] in ("experts", *shared, *shared_gates):
             continue
         if value.is_floating_point() and value.shape == (E, H):
             routers.append(path)
@@ -249,7 +253,7 @@ def _parts(block: nn.Module) -> _Parts:
         raise NotRecognized(f"it holds more than a router weight and biases per expert, such as {foreign[0]}{more}")
     if len(routers) != 1:
         raise NotRecognized(f"it must hold one router weight [{E}, {H}], got {len(routers)}")
-    return _Parts(E, H, routers[0], tuple(vectors), *(names[0] if names else None for names in (shared, weighers)))
+    return _Parts(E, H, routers[0], tuple(vectors), *(names[0] if names else None for names in (shared, shared_gates)))
 
 
 class _Recorder(nn.Module):
@@ -259,36 +263,36 @@ class _Recorder(nn.Module):
         super().__init__()
         self.answer = answer
         self.calls: list[tuple[Any, ...]] = []
-        for name, value in vars(like).items():  # blocks read sizes off their experts
+        for name, value in vars(like).items():  # layers read sizes off their experts
             if not name.startswith("_") and isinstance(value, (int, float)) and name != "training":
                 setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.append((*args, *kwargs.values()))
-        return self.answer.clone().view(args[0].shape)
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Tensor:
+        self.calls.append((hidden_states, *rest, *named.values()))
+        return self.answer.clone().view(hidden_states.shape)
 
 
 def _probe(
-    block: nn.Module, parts: _Parts, seed: int, bias_size: float, routings: tuple[Routing, ...] | None
-) -> list[BlockRule]:
-    """The rules that fit the block on one draw of weights and inputs, simple ones first."""
+    layer: nn.Module, parts: _Parts, seed: int, bias_size: float, routings: tuple[Routing, ...] | None
+) -> list[LayerRule]:
+    """The rules that fit the layer on one draw of weights and inputs, simple ones first."""
     generator = torch.Generator().manual_seed(seed)
     E, H = parts.num_experts, parts.hidden
-    probe = _hollow(block)
+    probe = _hollow(layer)
     T = 2 * 48
     answers = [torch.randn(T, H, generator=generator) for _ in range(2)]
-    experts = probe._modules["experts"] = _Recorder(block.get_submodule("experts"), answers[0])
+    experts = probe._modules["experts"] = _Recorder(layer.get_submodule("experts"), answers[0])
     shared = None
     if parts.shared is not None:
-        shared = probe._modules[parts.shared] = _Recorder(block.get_submodule(parts.shared), answers[1])
+        shared = probe._modules[parts.shared] = _Recorder(layer.get_submodule(parts.shared), answers[1])
     # One direction is common to all experts: along it every score falls towards zero together.
     common = torch.randn(H, generator=generator)
     common /= common.norm()
     weight = _set(probe, parts.router, torch.randn(E, H, generator=generator) * 2 * H**-0.5 + common)
     vectors = {path: _set(probe, path, bias_size * torch.randn(E, generator=generator)) for path in parts.vectors}
-    gate = None
+    shared_gate = None
     if parts.shared_gate is not None:
-        gate = _set(probe, f"{parts.shared_gate}.weight", torch.randn(1, H, generator=generator) * H**-0.5)[0]
+        shared_gate = _set(probe, f"{parts.shared_gate}.weight", torch.randn(1, H, generator=generator) * H**-0.5)[0]
     x = torch.randn(2, 48, H, generator=generator)
     x[:, 12:24] *= 0.2
     x[:, 24:36] *= 1.5  # not more: sigmoids that round to 1 are ties
@@ -308,23 +312,24 @@ def _probe(
         raise NotRecognized("it returns a second value that is not the routing weights")
     if given.shape != rows.shape or not torch.equal(given, rows):
         raise NotRecognized("it changes the hidden state before the experts")
-    if shared is not None and (len(shared.calls) != 1 or not torch.equal(shared.calls[0][0].reshape(T, H), rows)):
+    seen = [] if shared is None else [hidden_states.reshape(T, H) for hidden_states, *_ in shared.calls]
+    if shared is not None and (len(seen) != 1 or not torch.equal(seen[0], rows)):
         raise NotRecognized("it changes the hidden state before the shared expert, or does not always run it")
-    factor = _composition(out.reshape(T, H), answers[0], answers[1] if shared is not None else None, gate, rows)
-    numbers = {1.0, *_numbers(block), *(n for child in probe.modules() for n in _numbers(child))}
-    numbers |= set(_numbers(getattr(block, "config", None)))
+    factor = _composition(out.reshape(T, H), answers[0], answers[1] if shared is not None else None, shared_gate, rows)
+    numbers = {1.0, *_numbers(layer), *(n for child in probe.modules() for n in _numbers(child))}
+    numbers |= set(_numbers(getattr(layer, "config", None)))
     if routings is None:
         routings = tuple(_rules(ids.shape[1], E, probe))
     fitting = _routings(rows, weight, vectors, ids, weights * _snap(factor, numbers), numbers, routings)
     rest = (parts.shared, parts.shared_gate, weights_too, _same_in_training(probe, x, out, experts))
-    return [BlockRule(rule, parts.router, logit, selection, *rest) for rule, logit, selection in fitting]
+    return [LayerRule(rule, parts.router, logit, selection, *rest) for rule, logit, selection in fitting]
 
 
 def _run(probe: nn.Module, x: Tensor) -> Any:
     try:
         with torch.no_grad():
             return probe(x.clone())
-    except Exception as error:  # anything: the block wants what we do not know of
+    except Exception as error:  # anything: the layer wants what we do not know of
         raise NotRecognized(f"it does not run on a hidden state alone: {type(error).__name__}: {error}") from error
 
 
@@ -338,10 +343,10 @@ def _same_in_training(probe: nn.Module, x: Tensor, want: Tensor, experts: _Recor
     return torch.equal(out, want) and all(torch.equal(a, b) for a, b in zip(experts.calls[-1], routed, strict=True))
 
 
-def _composition(out: Tensor, routed: Tensor, shared: Tensor | None, gate: Tensor | None, rows: Tensor) -> float:
-    """The factor ``a`` in ``out = a * routed + g * shared`` with g = 1, or the sigmoid of the gate's product."""
+def _composition(out: Tensor, routed: Tensor, shared: Tensor | None, shared_gate: Tensor | None, rows: Tensor) -> float:
+    """The factor ``a`` in ``out = a * routed + g * shared`` with g = 1, or the sigmoid of the shared gate's product."""
     if shared is not None:
-        out = out - shared * (1 if gate is None else torch.sigmoid(rows @ gate)[:, None])
+        out = out - shared * (1 if shared_gate is None else torch.sigmoid(rows @ shared_gate)[:, None])
     factor = float((out * routed).sum() / routed.square().sum())
     if not _same(out, factor * routed, of_row=1):
         raise NotRecognized("its result is not the sum of experts and shared expert")
@@ -412,10 +417,10 @@ def _rules(top_k: int, E: int, probe: nn.Module) -> Iterator[Routing]:
 
 
 def _snap(value: float, numbers: set[float]) -> float:
-    """The number of the block that a fitted factor is."""
+    """The number of the layer that a fitted factor is."""
     nearest = min(numbers, key=lambda number: abs(number - value))
     if abs(nearest - value) > _CLOSE * abs(value):
-        raise NotRecognized(f"a factor of {value:.6g} is applied that the block does not name")
+        raise NotRecognized(f"a factor of {value:.6g} is applied that the layer does not name")
     return nearest
 
 

@@ -29,15 +29,15 @@ class RoutingStats:
 
     @classmethod
     def attach(cls, model: nn.Module) -> dict[str, RoutingStats]:
-        """Give every MoE block of ``model`` a recorder: its name in the model, and the recorder."""
+        """Give every `moefuse.nn.MoE` of ``model`` a recorder: its name in the model, and the recorder."""
         from moefuse.nn.moe import MoE
 
-        blocks = {name: block for name, block in model.named_modules() if isinstance(block, MoE)}
-        if not blocks:
-            raise ValueError("RoutingStats.attach: the model has no moefuse.nn.MoE block")
-        for block in blocks.values():
-            block.stats = cls(block.router.shape[0])
-        return {name: block.stats for name, block in blocks.items() if block.stats is not None}
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
+        if not layers:
+            raise ValueError("RoutingStats.attach: the model has no moefuse.nn.MoE")
+        for layer in layers.values():
+            layer.stats = cls(layer.router.shape[0])
+        return {name: layer.stats for name, layer in layers.items() if layer.stats is not None}
 
     @torch.no_grad()
     def record(self, ids: Tensor, weights: Tensor) -> None:

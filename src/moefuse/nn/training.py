@@ -16,7 +16,7 @@ class RouterTraining:
     """How a router is trained; every part is off at zero, and all are off in evaluation.
 
     Attributes:
-        balance_loss: factor of `load_balancing_loss` in the block's auxiliary loss.
+        balance_loss: factor of `load_balancing_loss` in the layer's auxiliary loss.
         z_loss: factor of `router_z_loss` in it.
         jitter: the router sees its input times a factor drawn from ``[1 - jitter, 1 + jitter]`` (Switch Transformers).
         expert_dropout: probability that a token may not choose an expert this time.
@@ -49,7 +49,7 @@ class RouterTraining:
         return logits.masked_fill(torch.rand_like(logits) < self.expert_dropout, -torch.inf)
 
     def loss(self, logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
-        """The block's auxiliary loss, of logits without dropout."""
+        """The layer's auxiliary loss, of logits without dropout."""
         total = logits.new_zeros(())
         if self.balance_loss:
             total = total + self.balance_loss * load_balancing_loss(logits, ids, score=routing.score)
@@ -139,18 +139,18 @@ def update_selection_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Non
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The sum of what the last forward of every block with a `RouterTraining` left; add it to the task's loss.
+    """The sum of what the last forward of every layer with a `RouterTraining` left; add it to the task's loss.
 
     >>> from moefuse import Routing
     >>> from moefuse.nn import MoE
-    >>> block = MoE(8, 4, 4, Routing(top_k=2), router_training=RouterTraining(balance_loss=0.01))
-    >>> loss = block(torch.randn(5, 8)).square().mean() + auxiliary_loss(block)
+    >>> layer = MoE(8, 4, 4, Routing(top_k=2), router_training=RouterTraining(balance_loss=0.01))
+    >>> loss = layer(torch.randn(5, 8)).square().mean() + auxiliary_loss(layer)
     """
-    losses = (getattr(block, "auxiliary_loss", None) for block in model.modules())
+    losses = (getattr(module, "auxiliary_loss", None) for module in model.modules())
     left = [loss for loss in losses if isinstance(loss, Tensor)]
     if not left:
         raise ValueError(
-            "auxiliary_loss: no block of this model has one; give MoE router_training=RouterTraining(...) and run "
+            "auxiliary_loss: no layer of this model has one; give MoE router_training=RouterTraining(...) and run "
             "a forward in training mode first"
         )
     return torch.stack([loss.to(left[0].device) for loss in left]).sum()

@@ -61,7 +61,8 @@ def tail_backward_reference(
         if tail.shared_gate is not None:
             d_gate = dot.to(tail.shared_gate.dtype)
         if tail.shared_logit is not None and factor is not None:
-            d_logit = (dot * (factor * (1 - factor)).squeeze(1)).to(tail.shared_logit.dtype)
+            share = factor.squeeze(1)
+            d_logit = (dot * share * (1 - share)).to(tail.shared_logit.dtype)
         d_shared = (d if factor is None else d * factor).to(tail.shared.dtype, copy=True)
     return d_sum, d_shared, d_gate, d_logit, d_norm_weight
 
@@ -80,6 +81,10 @@ def combine_backward_reference(
     total = None if d_normed is None else weighted_sum(y, weights, inverse, tail)
     d_sum, d_shared, d_gate, d_logit, d_norm_weight = tail_backward_reference(d, d_normed, total, tail)
     d = d if d_normed is None else d_sum
+    factor = _shared_factor(tail)
+    if tail.shared is not None and tail.shared_logit is not None and factor is not None:
+        along = (d * widen(tail.shared)).sum(-1)  # rounded in another order than a tail's, whose sum is rounded, too
+        d_logit = (along * (factor * (1 - factor)).squeeze(1)).to(tail.shared_logit.dtype)
     rows = _slot_rows(y, inverse, T)
     d_weights = torch.einsum("tjh,th->tj", rows, d).to(weights.dtype) if T else torch.empty_like(weights)
     d_y = (widen(weights).unsqueeze(-1) * d.unsqueeze(1)).reshape(y.shape).to(y.dtype)

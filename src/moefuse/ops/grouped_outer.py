@@ -29,6 +29,7 @@ def grouped_outer(
     Returns:
         ``[E, N, K]`` in the type of grad, float32 accumulation; zero for experts without rows.
 
+    >>> import torch
     >>> from moefuse import plan
     >>> p = plan(torch.tensor([[0], [0]]), 2)
     >>> grouped_outer(torch.tensor([[1.0], [10.0]]), torch.tensor([[1.0], [2.0]]), p, gather=True, scatter=True)

@@ -18,27 +18,13 @@ import moefuse
 from moefuse import backends
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor, format_in
+from moefuse.testing import inputs as make
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
-from moefuse.testing.inputs import (
-    Inputs,
-    Maker,
-    combine,
-    edge_logits,
-    experts,
-    gate,
-    glu,
-    linear,
-    logits,
-    masked_softcap,
-    messy_ids,
-    moe,
-    outer,
-    plan,
-)
+from moefuse.testing.inputs import Inputs, Maker
 from moefuse.testing.inputs import map_tensors as map_tensors  # for those who run a case themselves
 from moefuse.testing.poison import poisoned
 from moefuse.testing.strange import FORMS, GRADIENT, Strange
-from moefuse.types import Activation, Routing
+from moefuse.types import ACTIVATION_KINDS, Activation, Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -299,107 +285,114 @@ def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) 
 
 def _linear_in_blocks(spec: str, name: str, why: str) -> Case:
     K = 512 if FORMATS[format_in(spec)].values == 256 else 416
-    return Case("grouped_linear", name, why, linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True), specs=(spec,))
+    linear = make.linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
+    return Case("grouped_linear", name, why, linear, specs=(spec,))
 
 
 def _experts_in_blocks(name: str, why: str, specs: tuple[str | None, ...], T: int = 7, **on: Any) -> Case:
-    make = experts(T, 6, 256, 256, 2, blocks=specs, **on)
-    return Case("experts", name, why, make, gradients=T > 1, specs=tuple(spec for spec in specs if spec))
+    experts = make.experts(T, 6, 256, 256, 2, blocks=specs, **on)
+    return Case("experts", name, why, experts, gradients=T > 1, specs=tuple(spec for spec in specs if spec))
 
 
 _DEEPSEEK = Routing(top_k=4, score="sigmoid", scale=2.5, groups=4, top_groups=2, group_score="top2_sum")
 _F32 = (torch.float32,)
 
 CASES: tuple[Case, ...] = (
-    Case("route", "qwen3", "128 experts, 8 of them, renormalised", logits(9, 128, Routing(top_k=8))),
-    Case("route", "one_token", "T=1", logits(1, 64, Routing(top_k=6, renormalize=False))),
-    Case("route", "no_token", "T=0", logits(0, 8, Routing(top_k=2), scale=True)),
-    Case("route", "one_expert", "E=1", logits(5, 1, Routing(top_k=1))),
-    Case("route", "all_experts", "top_k=E", logits(5, 7, Routing(top_k=7))),
-    Case("route", "e60", "E not a power of two, below a warp pair", logits(6, 60, Routing(top_k=4))),
-    Case("route", "e100", "E not a power of two", logits(6, 100, Routing(top_k=10))),
-    Case("route", "e1000", "many experts, many slots", logits(3, 1000, Routing(top_k=64))),
-    Case("route", "edges", "ties, -inf, NaN, +inf and too few candidates", edge_logits, gradients=False),
-    Case("route", "softcap", "soft-capped logits", logits(6, 16, Routing(top_k=3, softcap=5.0))),
-    Case("route", "softcap_masked", "a masked expert has no part in a soft-capped softmax", masked_softcap),
-    Case("route", "sigmoid", "sigmoid scores, scaled", logits(6, 32, Routing(top_k=4, score="sigmoid", scale=2.5))),
+    Case("route", "qwen3", "128 experts, 8 of them, renormalised", make.logits(9, 128, Routing(top_k=8))),
+    Case("route", "one_token", "T=1", make.logits(1, 64, Routing(top_k=6, renormalize=False))),
+    Case("route", "no_token", "T=0", make.logits(0, 8, Routing(top_k=2), scale=True)),
+    Case("route", "one_expert", "E=1", make.logits(5, 1, Routing(top_k=1))),
+    Case("route", "all_experts", "top_k=E", make.logits(5, 7, Routing(top_k=7))),
+    Case("route", "e60", "E not a power of two, below a warp pair", make.logits(6, 60, Routing(top_k=4))),
+    Case("route", "e100", "E not a power of two", make.logits(6, 100, Routing(top_k=10))),
+    Case("route", "e1000", "many experts, many slots", make.logits(3, 1000, Routing(top_k=64))),
+    Case("route", "edges", "ties, -inf, NaN, +inf and too few candidates", make.edge_logits, gradients=False),
+    Case("route", "softcap", "soft-capped logits", make.logits(6, 16, Routing(top_k=3, softcap=5.0))),
+    Case("route", "softcap_masked", "a masked expert has no part in a soft-capped softmax", make.masked_softcap),
+    Case("route", "sigmoid", "sigmoid scores, scaled",
+         make.logits(6, 32, Routing(top_k=4, score="sigmoid", scale=2.5))),
     Case("route", "sqrtsoftplus", "DeepSeek-V4 scores",
-         logits(6, 32, Routing(top_k=6, score="sqrtsoftplus", scale=1.5))),
-    Case("route", "deepseek_v3", "bias selects, groups by their two best", logits(7, 32, _DEEPSEEK, bias=True), _F32),
-    Case("route", "groups_max", "groups by their best", logits(7, 24, Routing(top_k=3, groups=6, top_groups=2))),
+         make.logits(6, 32, Routing(top_k=6, score="sqrtsoftplus", scale=1.5))),
+    Case("route", "deepseek_v3", "bias selects, groups by their two best",
+         make.logits(7, 32, _DEEPSEEK, bias=True), _F32),
+    Case("route", "groups_max", "groups by their best", make.logits(7, 24, Routing(top_k=3, groups=6, top_groups=2))),
     Case("route", "scaled_after", "per-expert scale, then renormalised once more",
-         logits(7, 24, Routing(top_k=3, renormalize_after_scale=True), scale=True)),
-    Case("gate", "plain", "no norm", gate(5, 16, 64, Routing(top_k=4))),
-    Case("gate", "norm", "RMSNorm and the normed x", gate(9, 60, 96, Routing(top_k=4), norm=True)),
-    Case("gate", "one_token", "T=1, odd H", gate(1, 128, 67, Routing(top_k=8), norm=True)),
-    Case("gate", "many", "more tokens than one launch takes on a GPU", gate(40, 24, 96, Routing(top_k=4), norm=True)),
-    Case("gate", "no_token", "T=0", gate(0, 8, 16, Routing(top_k=2), norm=True, logit_bias=True, scale=True)),
-    Case("gate", "gpt_oss", "bias on the logits", gate(4, 32, 64, Routing(top_k=4), logit_bias=True)),
-    Case("gate", "gemma4", "norm and per-expert scale", gate(4, 32, 64, Routing(top_k=8), norm=True, scale=True)),
-    Case("plan", "usual", "every token to distinct experts", plan(33, 16, 4), _F32, False),
-    Case("plan", "messy", "sentinels on both sides, duplicates", plan(50, 7, 3, messy_ids(50, 3, 7)), _F32, False),
-    Case("plan", "no_token", "T=0", plan(0, 8, 2), _F32, False),
-    Case("plan", "one_expert", "E=1", plan(9, 1, 1), _F32, False),
-    Case("plan", "e1000", "many experts, most of them empty", plan(20, 1000, 8), _F32, False),
-    Case("plan", "many", "more assignments than an int16 holds", plan(9000, 64, 4), _F32, False),
-    Case("grouped_linear", "up", "the up product", linear(17, 8, 48, 64, 3, True, False)),
-    Case("grouped_linear", "down", "the down product", linear(17, 8, 64, 48, 3, False, True)),
-    Case("grouped_linear", "odd", "no size a multiple of anything", linear(13, 5, 37, 51, 2, True, True, bias=True)),
-    Case("grouped_linear", "slots", "gather from slot order", linear(11, 4, 32, 40, 2, True, False, slots=True)),
-    Case("grouped_linear", "expert_major", "rows in and out expert-major", linear(11, 4, 32, 40, 2, False, False)),
+         make.logits(7, 24, Routing(top_k=3, renormalize_after_scale=True), scale=True)),
+    Case("gate", "plain", "no norm", make.gate(5, 16, 64, Routing(top_k=4))),
+    Case("gate", "norm", "RMSNorm and the normed x", make.gate(9, 60, 96, Routing(top_k=4), norm=True)),
+    Case("gate", "one_token", "T=1, odd H", make.gate(1, 128, 67, Routing(top_k=8), norm=True)),
+    Case("gate", "many", "more tokens than one launch takes on a GPU",
+         make.gate(40, 24, 96, Routing(top_k=4), norm=True)),
+    Case("gate", "no_token", "T=0", make.gate(0, 8, 16, Routing(top_k=2), norm=True, logit_bias=True, scale=True)),
+    Case("gate", "gpt_oss", "bias on the logits", make.gate(4, 32, 64, Routing(top_k=4), logit_bias=True)),
+    Case("gate", "gemma4", "norm and per-expert scale", make.gate(4, 32, 64, Routing(top_k=8), norm=True, scale=True)),
+    Case("plan", "usual", "every token to distinct experts", make.plan(33, 16, 4), _F32, False),
+    Case("plan", "messy", "sentinels on both sides, duplicates",
+         make.plan(50, 7, 3, make.messy_ids(50, 3, 7)), _F32, False),
+    Case("plan", "no_token", "T=0", make.plan(0, 8, 2), _F32, False),
+    Case("plan", "one_expert", "E=1", make.plan(9, 1, 1), _F32, False),
+    Case("plan", "e1000", "many experts, most of them empty", make.plan(20, 1000, 8), _F32, False),
+    Case("plan", "many", "more assignments than an int16 holds", make.plan(9000, 64, 4), _F32, False),
+    Case("grouped_linear", "up", "the up product", make.linear(17, 8, 48, 64, 3, True, False)),
+    Case("grouped_linear", "down", "the down product", make.linear(17, 8, 64, 48, 3, False, True)),
+    Case("grouped_linear", "odd", "no size a multiple of anything",
+         make.linear(13, 5, 37, 51, 2, True, True, bias=True)),
+    Case("grouped_linear", "slots", "gather from slot order", make.linear(11, 4, 32, 40, 2, True, False, slots=True)),
+    Case("grouped_linear", "expert_major", "rows in and out expert-major", make.linear(11, 4, 32, 40, 2, False, False)),
     Case("grouped_linear", "messy", "sentinel rows are zero, duplicates count",
-         linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
+         make.linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
     Case("grouped_linear", "one_expert", "every row to the last expert",
-         linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
+         make.linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
     Case("grouped_linear", "transposed", "weights strided, as the input gradient has them",
-         linear(9, 4, 24, 40, 2, False, False, transposed=True)),
-    Case("grouped_linear", "one_token", "T=1", linear(1, 16, 96, 128, 8, True, False)),
-    Case("grouped_linear", "no_token", "T=0", linear(0, 4, 8, 16, 2, True, True, bias=True)),
+         make.linear(9, 4, 24, 40, 2, False, False, transposed=True)),
+    Case("grouped_linear", "one_token", "T=1", make.linear(1, 16, 96, 128, 8, True, False)),
+    Case("grouped_linear", "no_token", "T=0", make.linear(0, 4, 8, 16, 2, True, True, bias=True)),
     *(_linear_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
     *(_linear_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
-    Case("grouped_outer", "up", "gradient of the up product", outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
-    Case("grouped_outer", "down", "of the down product", outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
-    Case("grouped_outer", "no_token", "T=0: all zero", outer(0, 3, 8, 8, 2, True, False), DTYPES, False),
+    Case("grouped_outer", "up", "gradient of the up product", make.outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
+    Case("grouped_outer", "down", "of the down product", make.outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
+    Case("grouped_outer", "no_token", "T=0: all zero", make.outer(0, 3, 8, 8, 2, True, False), DTYPES, False),
     *(
-        Case("glu", kind, f"{kind}, gated", glu((6, 3, 40), kind))
-        for kind in ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp")
+        Case("glu", kind, f"{kind}, gated", make.glu((6, 3, 40), kind))
+        for kind in ACTIVATION_KINDS
     ),
     *(
-        Case("glu", f"{kind}_plain", f"{kind}, ungated", glu((7, 23), Activation(kind, gated=False)))
+        Case("glu", f"{kind}_plain", f"{kind}, ungated", make.glu((7, 23), Activation(kind, gated=False)))
         for kind in ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai")
     ),
-    Case("glu", "interleaved", "even gate, odd up", glu((5, 46), "silu", "interleaved")),
-    Case("glu", "apart", "gate and up as two tensors", glu((5, 31), "silu", apart=True)),
-    Case("glu", "vector", "one dimension", glu((34,), "gelu_tanh")),
-    Case("glu", "empty", "no row", glu((0, 16), "silu")),
-    Case("combine", "sum", "the weighted sum alone", combine(7, 4, 40)),
-    Case("combine", "expert_major", "rows found through inverse", combine(7, 4, 33, "inverse")),
-    Case("combine", "shared", "shared expert added plainly", combine(5, 2, 64, "shared")),
-    Case("combine", "shared_gate", "shared expert with a gate", combine(5, 2, 64, "shared", "shared_gate")),
+    Case("glu", "interleaved", "even gate, odd up", make.glu((5, 46), "silu", "interleaved")),
+    Case("glu", "apart", "gate and up as two tensors", make.glu((5, 31), "silu", apart=True)),
+    Case("glu", "vector", "one dimension", make.glu((34,), "gelu_tanh")),
+    Case("glu", "empty", "no row", make.glu((0, 16), "silu")),
+    Case("combine", "sum", "the weighted sum alone", make.combine(7, 4, 40)),
+    Case("combine", "expert_major", "rows found through inverse", make.combine(7, 4, 33, "inverse")),
+    Case("combine", "shared", "shared expert added plainly", make.combine(5, 2, 64, "shared")),
+    Case("combine", "shared_gate", "shared expert with a gate", make.combine(5, 2, 64, "shared", "shared_gate")),
     Case("combine", "qwen3_5", "shared expert with a logit, residual",
-         combine(5, 8, 64, "shared", "shared_logit", "residual")),
-    Case("combine", "residual_norm", "residual and the next norm", combine(9, 8, 96, "residual", "norm")),
+         make.combine(5, 8, 64, "shared", "shared_logit", "residual")),
+    Case("combine", "residual_norm", "residual and the next norm", make.combine(9, 8, 96, "residual", "norm")),
     Case("combine", "everything", "every part at once",
-         combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
-    Case("combine", "one_token", "T=1", combine(1, 8, 128, "residual", "norm")),
-    Case("combine", "no_token", "T=0", combine(0, 4, 16, "shared", "shared_logit", "residual", "norm")),
+         make.combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
+    Case("combine", "one_token", "T=1", make.combine(1, 8, 128, "residual", "norm")),
+    Case("combine", "no_token", "T=0", make.combine(0, 4, 16, "shared", "shared_logit", "residual", "norm")),
     # No gradients: at T=1 that of the shared expert's gate is one sum, which may cancel to nothing.
-    Case("experts", "decode", "T=1", experts(1, 16, 96, 64, 4, tail=True), gradients=False),
-    Case("experts", "few", "few tokens, each expert a row or two", experts(6, 16, 64, 48, 4)),
-    Case("experts", "prefill", "many rows per expert", experts(90, 4, 64, 80, 2, tail=True)),
-    Case("experts", "odd", "no size a multiple of anything", experts(13, 5, 51, 37, 3, bias=True)),
-    Case("experts", "messy", "sentinels and duplicates", experts(15, 6, 48, 32, 3, messy=True, tail=True, bias=True)),
-    Case("experts", "one_expert", "every token to expert 0, twice", experts(40, 5, 48, 32, 2, one_expert=True)),
-    Case("experts", "all_experts", "top_k=E", experts(9, 6, 48, 32, 6)),
-    Case("experts", "single", "E=1", experts(9, 1, 48, 32, 1)),
+    Case("experts", "decode", "T=1", make.experts(1, 16, 96, 64, 4, tail=True), gradients=False),
+    Case("experts", "few", "few tokens, each expert a row or two", make.experts(6, 16, 64, 48, 4)),
+    Case("experts", "prefill", "many rows per expert", make.experts(90, 4, 64, 80, 2, tail=True)),
+    Case("experts", "odd", "no size a multiple of anything", make.experts(13, 5, 51, 37, 3, bias=True)),
+    Case("experts", "messy", "sentinels and duplicates",
+         make.experts(15, 6, 48, 32, 3, messy=True, tail=True, bias=True)),
+    Case("experts", "one_expert", "every token to expert 0, twice", make.experts(40, 5, 48, 32, 2, one_expert=True)),
+    Case("experts", "all_experts", "top_k=E", make.experts(9, 6, 48, 32, 6)),
+    Case("experts", "single", "E=1", make.experts(9, 1, 48, 32, 1)),
     Case("experts", "gpt_oss", "interleaved, biases, clamped",
-         experts(9, 8, 64, 48, 4, activation="swiglu_oai", layout="interleaved", bias=True)),
-    Case("experts", "gemma4", "gelu_tanh", experts(9, 8, 44, 36, 4, activation="gelu_tanh")),
+         make.experts(9, 8, 64, 48, 4, activation="swiglu_oai", layout="interleaved", bias=True)),
+    Case("experts", "gemma4", "gelu_tanh", make.experts(9, 8, 44, 36, 4, activation="gelu_tanh")),
     Case("experts", "nemotron", "ungated relu2",
-         experts(9, 8, 48, 36, 2, activation=Activation("relu2", gated=False), bias=True)),
-    Case("experts", "apart", "gate and up as two stacks", experts(9, 8, 48, 36, 2, apart=True, bias=True)),
-    Case("experts", "strided", "non-contiguous x, weights and stack", experts(9, 4, 32, 24, 2, strided=True)),
-    Case("experts", "no_token", "T=0", experts(0, 4, 16, 8, 2, tail=True, bias=True)),
+         make.experts(9, 8, 48, 36, 2, activation=Activation("relu2", gated=False), bias=True)),
+    Case("experts", "apart", "gate and up as two stacks", make.experts(9, 8, 48, 36, 2, apart=True, bias=True)),
+    Case("experts", "strided", "non-contiguous x, weights and stack", make.experts(9, 4, 32, 24, 2, strided=True)),
+    Case("experts", "no_token", "T=0", make.experts(0, 4, 16, 8, 2, tail=True, bias=True)),
     *(_experts_in_blocks(f"{name.lower()}_both", f"{name} throughout", (name, name)) for name in FORMATS),
     _experts_in_blocks("q4_k_m", "as Q4_K_M files have it: gate and up in Q4_K, down in Q6_K", ("Q4_K", "Q4_K", "Q6_K"),
                        tail=True),
@@ -417,9 +410,9 @@ CASES: tuple[Case, ...] = (
     _experts_in_blocks("q8_0_ungated", "ungated relu2", ("Q8_0:exact", "Q8_0:exact"),
                        activation=Activation("relu2", gated=False)),
     _experts_in_blocks("q4_k_no_token", "T=0", ("Q4_K", "Q4_K"), T=0),
-    Case("moe", "qwen3", "the whole block", moe(7, 16, 64, 48, Routing(top_k=4))),
-    Case("moe", "decode", "the whole block, T=1", moe(1, 32, 96, 32, Routing(top_k=8))),
-    Case("moe", "no_token", "T=0", moe(0, 8, 16, 8, Routing(top_k=2))),
+    Case("moe", "qwen3", "the whole block", make.moe(7, 16, 64, 48, Routing(top_k=4))),
+    Case("moe", "decode", "the whole block, T=1", make.moe(1, 32, 96, 32, Routing(top_k=8))),
+    Case("moe", "no_token", "T=0", make.moe(0, 8, 16, 8, Routing(top_k=2))),
 )  # fmt: skip
 
 

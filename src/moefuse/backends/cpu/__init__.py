@@ -9,14 +9,18 @@ import torch
 
 from moefuse import config
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu.combine import combine, combine_backward, tail_backward
-from moefuse.backends.cpu.experts import experts, experts_backward
-from moefuse.backends.cpu.gate import gate, gate_backward
+from moefuse.backends.cpu.combine import combine
+from moefuse.backends.cpu.combine_backward import combine_backward, tail_backward
+from moefuse.backends.cpu.experts import experts
+from moefuse.backends.cpu.experts_backward import experts_backward
+from moefuse.backends.cpu.gate import gate
+from moefuse.backends.cpu.gate_backward import gate_backward
 from moefuse.backends.cpu.glu import glu, glu_backward
 from moefuse.backends.cpu.grouped_linear import grouped_linear
 from moefuse.backends.cpu.grouped_outer import grouped_outer
 from moefuse.backends.cpu.plan import plan
-from moefuse.backends.cpu.route import route, route_backward
+from moefuse.backends.cpu.route import route
+from moefuse.backends.cpu.route_backward import route_backward
 
 OPS: dict[str, Callable[..., Any]] = {
     "route": route,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefuse.backends.codes import Codes
 from moefuse.quant import formats as quant
-from moefuse.types import ACTIVATION_KINDS, SCORES
+from moefuse.types import ACTIVATION_KINDS, SCORES, Weight
 
 core: Any = None
 import_error: str | None = None
@@ -30,9 +30,9 @@ Codes("cpu", "score", getattr(core, "SCORES", ()), SCORES)
 threads = torch.get_num_threads
 
 
-def like(t: Tensor | None, wanted: bool = True) -> Tensor | None:
-    """Room for the gradient of ``t``, dense; None where there is none to write."""
-    return None if t is None or not wanted else torch.empty(t.shape, dtype=t.dtype)
+def like(t: Weight | None, wanted: bool = True) -> Tensor | None:
+    """Room for the gradient of ``t``, dense; None where there is none to write, as for blocks."""
+    return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
 
 
 def or_empty(gradients: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

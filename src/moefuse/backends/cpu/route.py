@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu._native import like, or_empty
 from moefuse.types import Routing
 
 
@@ -18,11 +17,3 @@ def route(
     ids = torch.empty((T, routing.top_k), dtype=torch.int32)
     _native.core.route(logits, bias, per_expert_scale, routing, weights, ids, _native.threads())
     return weights, ids
-
-
-def route_backward(
-    grad: Tensor, logits: Tensor, ids: Tensor, per_expert_scale: Tensor | None, routing: Routing
-) -> tuple[Tensor, ...]:
-    gradients = like(logits), like(per_expert_scale)
-    _native.core.route_backward(grad, logits, ids, per_expert_scale, routing, *gradients, _native.threads())
-    return or_empty(gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in
+from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in, types_of
 from moefuse.types import Outputs, Tail
 
 
@@ -19,19 +19,11 @@ class TailBuffers:
         self.has_norm, self.eps = tail.norm_weight is not None, float(tail.eps)
         self._flags = given(tail.shared, factor, tail.shared_logit, tail.residual, tail.norm_weight)
 
-    def macros(self, y: torch.dtype, weights: Tensor, outputs: Outputs, ids: torch.dtype) -> dict[str, Macro]:
+    def macros(self, y: Tensor, weights: Tensor, outputs: Outputs, ids: Tensor) -> dict[str, Macro]:
         """The macros of combine.metal."""
-        return {
-            "Y_T": y,
-            "WEIGHT_T": weights.dtype,
-            "SHARED_T": self.shared.dtype,
-            "FACTOR_T": self.factor.dtype,
-            "RESIDUAL_T": self.residual.dtype,
-            "NORM_T": self.norm.dtype,
-            "OUT_T": outputs.out.dtype,
-            "NORMED_T": or_stand_in(outputs.normed, outputs.out).dtype,
-            "ID_T": ids,
-        }
+        out, normed = outputs.out, or_stand_in(outputs.normed, outputs.out)
+        tail = types_of(SHARED=self.shared, FACTOR=self.factor, RESIDUAL=self.residual, NORM=self.norm)
+        return types_of(Y=y, WEIGHT=weights, OUT=out, NORMED=normed, ID=ids) | tail
 
     def sizes(self, out: Tensor, top_k: int, E: int, inverse: Tensor | None, ids: Tensor | None) -> list[int]:
         """The fields of ``CombineSizes`` in combine.metal."""
@@ -56,7 +48,7 @@ def weighted_sum(
     (T, H), out, parts = outputs.out.shape, outputs.out, TailBuffers(tail, y)
     places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
     slots, normed = or_stand_in(ids, places), or_stand_in(outputs.normed, out)
-    shader = Shader(("combine",), parts.macros(y.dtype, weights, outputs, slots.dtype))
+    shader = Shader(("combine",), parts.macros(y, weights, outputs, slots))
     buffers = y, weights, places, slots, parts.shared, parts.factor, parts.residual, parts.norm
     sizes = parts.sizes(out, weights.shape[1], num_experts, inverse, ids)
     groups = (1 if parts.has_norm else ceil_div(H, 256)), T

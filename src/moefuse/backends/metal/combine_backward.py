@@ -27,7 +27,7 @@ def combine_backward(
     places = torch.empty(1, dtype=torch.int32, device=y.device) if inverse is None else inverse
     total, d = torch.empty((2, T, H), dtype=torch.float32, device=y.device).unbind()
     inverse_rms = torch.empty(T, dtype=torch.float32, device=y.device)
-    macros = parts.macros(y.dtype, weights, Outputs(d_out, d_last), torch.int32)
+    macros = parts.macros(y, weights, Outputs(d_out, d_last), places)
     shader = Shader(("combine", "combine_backward"), macros)
     d_factor = d_shared_gate if tail.shared_gate is not None else d_shared_logit
     # What is empty is not written, but bound.

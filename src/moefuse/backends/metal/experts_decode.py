@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefuse.backends.metal.combine import TailBuffers
 from moefuse.backends.metal.glu import kind_of, numbers_of
-from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in, wide
+from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
 from moefuse.backends.metal.weights import Projection, numbers
 from moefuse.types import Activation, Outputs, Tail
 
@@ -26,19 +26,10 @@ def experts_decode(
     parts, out, w, u, d = TailBuffers(tail, x), outputs.out, up.rows.data, up.up_rows.data, down.rows.data
     bias, up_bias, down_bias = (or_stand_in(t, x) for t in (up.bias, up.up_bias, down.bias))
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
-    macros: dict[str, Macro] = {
-        **parts.macros(x.dtype, weights, outputs, ids.dtype),
-        "X_T": x.dtype,
-        "BIAS_T": bias.dtype,
-        "DOWN_BIAS_T": down_bias.dtype,
-        "W_T": w.dtype,
-        "U_T": u.dtype,
-        "DOWN_T": d.dtype,
-        "W_FORMAT": up.rows.code,
-        "U_FORMAT": up.up_rows.code,
-        "DOWN_FORMAT": down.rows.code,
-        "WIDE": wide(x, hidden, *numbers(up.rows, up.up_rows, down.rows)),
-    }
+    macros = parts.macros(x, weights, outputs, ids)
+    macros |= types_of(X=x, W=w, U=u, BIAS=bias, DOWN=d, DOWN_BIAS=down_bias)
+    macros |= {"W_FORMAT": up.rows.code, "U_FORMAT": up.up_rows.code, "DOWN_FORMAT": down.rows.code}
+    macros["WIDE"] = wide(x, hidden, *numbers(up.rows, up.up_rows, down.rows))
     shader = Shader(("combine", "activation", "weights", "experts_decode"), macros)
     bias_strides = (0, 0) if up.bias is None else up.bias.stride()
     sizes = [E, top_k, I, H, x.stride(0), *w.stride()[:2], *u.stride()[:2], *given(up.bias), *bias_strides]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal import tiles
-from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in, wide
+from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
 from moefuse.backends.metal.route import experts_per_lane, results, rule_numbers, rule_of
 from moefuse.types import Router, Routing
 
@@ -17,17 +17,9 @@ def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tu
     normed = torch.empty(x.shape if return_normed else 0, dtype=x.dtype, device=x.device)
     norm, logit_bias = or_stand_in(router.norm_weight, x), or_stand_in(router.logit_bias, weights)
     bias, scale = or_stand_in(router.bias, weights), or_stand_in(router.per_expert_scale, weights)
-    macros: dict[str, Macro] = {
-        "X_T": x.dtype,
-        "ROUTER_T": weight.dtype,
-        "NORM_T": norm.dtype,
-        "LOGIT_BIAS_T": logit_bias.dtype,
-        "BIAS_T": bias.dtype,
-        "SCALE_T": scale.dtype,
-        "LOGITS_T": torch.float32,
-        "EXPERTS_PER_LANE": experts_per_lane(E),
-        "WIDE": wide(x, weight, norm),
-    }
+    aligned = wide(x, weight, norm)
+    macros = types_of(X=x, ROUTER=weight, NORM=norm, LOGIT_BIAS=logit_bias, BIAS=bias, SCALE=scale)
+    macros |= {"LOGITS_T": torch.float32, "EXPERTS_PER_LANE": experts_per_lane(E), "WIDE": aligned}
     shader = Shader(("route", "gate"), macros)
     has_norm, has_logit_bias = given(router.norm_weight, router.logit_bias)
     sizes = [H, x.stride(0), weight.stride(0), has_norm, int(return_normed), has_logit_bias]
@@ -41,8 +33,7 @@ def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tu
     if T <= tiles.GATE_DECODE_TOKENS:
         shader.launch("gate_logits", (ceil_div(E, 8), T), 256, x, weight, norm, logits, sizes, E)
     else:
-        shared = {name: macros[name] for name in ("X_T", "NORM_T", "WIDE")}
-        tiled = Shader(("weights", "tiles", "gate_tiled"), {**shared, "W_T": weight.dtype})
+        tiled = Shader(("weights", "tiles", "gate_tiled"), {**types_of(X=x, W=weight, NORM=norm), "WIDE": aligned})
         groups = ceil_div(E, tiles.TILE_N), ceil_div(T, tiles.TILE_M)
         tiled_sizes = [T, E, H, x.stride(0), weight.stride(0), has_norm]
         tiled.launch("gate_logits_tiled", groups, 128, x, weight, norm, logits, tiled_sizes)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.metal.glu import kind_of, numbers_of
-from moefuse.backends.metal.launch import Macro, Shader, ceil_div, given, or_stand_in, wide
+from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
 from moefuse.backends.metal.tiles import TILE_M, TILE_N
 from moefuse.backends.metal.weights import Projection, numbers
 from moefuse.types import Activation, Plan, Weight
@@ -32,17 +32,9 @@ def project(
     (S, N), E, (rows, K) = out.shape, plan.num_experts, x.shape
     w, u = by.rows.data, by.up_rows.data
     bias, up_bias = or_stand_in(by.bias, x), or_stand_in(by.up_bias, x)
-    macros: dict[str, Macro] = {
-        "X_T": x.dtype,
-        "W_T": w.dtype,
-        "U_T": u.dtype,
-        "W_FORMAT": by.rows.code,
-        "U_FORMAT": by.up_rows.code,
-        "BIAS_T": bias.dtype,
-        "OUT_T": out.dtype,
-        "GATED": int(activation is not None and activation.gated),
-        "WIDE": wide(x, *numbers(by.rows, by.up_rows)),
-    }
+    macros = types_of(X=x, W=w, U=u, BIAS=bias, OUT=out)
+    macros |= {"W_FORMAT": by.rows.code, "U_FORMAT": by.up_rows.code, "WIDE": wide(x, *numbers(by.rows, by.up_rows))}
+    macros["GATED"] = int(activation is not None and activation.gated)
     bias_strides = (0, 0) if by.bias is None else by.bias.stride()
     sizes = [S, E, N, K, max(1, S // max(1, rows)), int(gather), int(scatter), int(fill)]
     sizes += [x.stride(0), *w.stride(), *u.stride(), *given(by.bias), *bias_strides, kind_of(activation)]

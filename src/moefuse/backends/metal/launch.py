@@ -66,6 +66,11 @@ class Shader(NamedTuple):
         kernel(*args, threads=(groups[0] * group_size, *groups[1:]), group_size=(group_size, *flat))
 
 
+def types_of(**tensors: Tensor) -> dict[str, Macro]:
+    """The element types of tensors as macros: X_T for X."""
+    return {f"{name}_T": t.dtype for name, t in tensors.items()}
+
+
 def or_stand_in(t: Tensor | None, stand_in: Tensor) -> Tensor:
     """``t``, or where there is none ``stand_in``, which the kernel is told not to read."""
     return stand_in if t is None else t

@@ -175,13 +175,13 @@ def _under_autograd(op: Op[P, R], rule: Rule | None) -> Callable[..., Any]:
     torch would take for zero."""
     name = op.name.removesuffix("_out")
 
-    def below(keys: Any, flat: Iterable[Flat]) -> Any:
+    def below(keys: Any, flat: Iterable[object]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.overload.redispatch(keys & torch._C._after_autograd_keyset, *flat)
 
     class Differentiated(_SingleLevelFunction):
         @staticmethod
-        def forward(ctx: Any, *flat: Any) -> Any:  # the keys come last, so that gradients count from the first
+        def forward(ctx: Any, *flat: object) -> Any:  # the keys come last, so that gradients count from the first
             assert rule is not None
             *given, keys = flat
             outer = torch._C._are_functorch_transforms_active()  # a transform around this one may differentiate, too

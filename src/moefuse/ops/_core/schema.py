@@ -93,7 +93,7 @@ def _bundle(kind: Any, optional: bool) -> Parameter:
     return Parameter(arguments, flatten, rebuild)
 
 
-def _rebuilt(fields: Sequence[Parameter], flat: Iterable[Flat]) -> list[Any]:
+def _rebuilt(fields: Sequence[Parameter], flat: Iterable[object]) -> list[Any]:
     rest = iter(flat)
     return [field.rebuild(*(next(rest) for _ in field.arguments)) for field in fields]
 
@@ -137,7 +137,7 @@ class Signature:
         pairs = zip(self._parameters, values, strict=True)
         return [flat for parameter, value in pairs for flat in parameter.flatten(value)]
 
-    def rebuild(self, flat: Iterable[Flat]) -> list[Any]:
+    def rebuild(self, flat: Iterable[object]) -> list[Any]:
         return _rebuilt(self._parameters, flat)
 
 

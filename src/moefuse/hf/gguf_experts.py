@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.shared import stack_arguments
 from moefuse.ops.experts import experts
 from moefuse.quant.tensor import QuantTensor, wrap
-from moefuse.types import Activation
+from moefuse.types import Activation, Stacks, Weight
 
-
-class Stacks(NamedTuple):
-    """An experts module's weights as the ops take them: ``[E, 2I or I, H]``, or gate and up apart, and ``[E, H, I]``;
-    and their biases."""
-
-    gate_up: Any
-    down: Any
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+#: a tensor's name in `moefuse.nn.MoE` -> its name in a transformers module
+_STOCK_NAMES = {
+    "gate_up": "gate_up_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "gate_up_bias": "gate_up_proj_bias",
+    "down_bias": "down_proj_bias",
+}
 
 
 class BlockExperts(nn.Module):
@@ -54,37 +54,31 @@ class BlockExperts(nn.Module):
         self.has_bias = "down_bias" in tensors
         #: name of a stack in blocks -> its `QuantTensor.spec`
         self.specs: dict[str, str] = {}
-        names = {
-            "gate_up": "gate_up_proj" if "up" not in tensors else "gate_proj", "up": "up_proj", "down": "down_proj",
-            "gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias",
-        }  # fmt: skip
         for name, value in tensors.items():
+            kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
             if isinstance(value, QuantTensor):
-                self.specs[names[name]] = value.exactly(exact).spec
-                self.register_buffer(names[name], value.blocks)
+                self.specs[kept] = value.exactly(exact).spec
+                self.register_buffer(kept, value.blocks)
             else:
-                self.register_buffer(names[name], value.to(dtype))
+                self.register_buffer(kept, value.to(dtype))
 
     def _stack(self, name: str) -> Any:
         return wrap(getattr(self, name), self.specs.get(name))
 
     def stacks(self) -> Stacks:
         """What the ops compute with."""
-        apart = "up_proj" in self._buffers
-        gate_up = (self._stack("gate_proj"), self._stack("up_proj")) if apart else self._stack("gate_up_proj")
+        down = self._stack("down_proj")
         biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
-        return Stacks(gate_up, self._stack("down_proj"), *biases)
+        if "up_proj" in self._buffers:
+            return Stacks(self._stack("gate_proj"), self._stack("up_proj"), down, *biases)
+        return Stacks(self._stack("gate_up_proj"), None, down, *biases)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""
-        gate_up, down, gate_up_bias, down_bias = self.stacks()
         # Under autocast the rows may be wider or narrower than numbers among the stacks, which decide.
         x = hidden_states if self.takes(hidden_states.dtype) else hidden_states.to(self._plain_type())
-        out: Any = experts(
-            x, top_k_index, top_k_weights, gate_up, down, activation=self.activation, gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-        )  # fmt: skip
-        return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
+        out: Any = experts(x, top_k_index, top_k_weights, activation=self.activation, **stack_arguments(self.stacks()))
+        return out.to(hidden_states.dtype)  # type: ignore[no-any-return]  # no norm_weight: one tensor
 
     def _plain_type(self) -> torch.dtype | None:
         """Of the stacks that are numbers in the file, too."""
@@ -97,15 +91,16 @@ class BlockExperts(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """The module it stands for, with numbers."""
-        stock: Any = self._stock[0]
-        gate_up, down, gate_up_bias, down_bias = self.stacks()
-        parts = [_numbers(part, dtype) for part in (gate_up if isinstance(gate_up, tuple) else (gate_up,))]
-        values = {"gate_up_proj": _joined(parts, stock), "down_proj": _numbers(down, dtype)}
+        (stock,) = self._stock
+        stacks = self.stacks()
+        gate_up, up, down = (_numbers(stack, dtype) for stack in (stacks.gate_up, stacks.up, stacks.down))
+        whole = gate_up if up is None else torch.cat((gate_up, up), 1)
+        values = {"gate_up_proj": _in_stock_order(whole, stock), "down_proj": down}
         if stock.is_transposed:
             values = {name: value.transpose(1, 2).contiguous() for name, value in values.items()}
-        if gate_up_bias is not None and down_bias is not None:
-            values["gate_up_proj_bias"] = _joined([gate_up_bias], stock)
-            values["down_proj_bias"] = down_bias
+        if stacks.gate_up_bias is not None and stacks.down_bias is not None:
+            values["gate_up_proj_bias"] = _in_stock_order(stacks.gate_up_bias, stock)
+            values["down_proj_bias"] = stacks.down_bias
         for name, value in values.items():
             setattr(stock, name, nn.Parameter(value, requires_grad=False))
         return stock.train(self.training)  # type: ignore[no-any-return]
@@ -116,16 +111,13 @@ class BlockExperts(nn.Module):
         return f"experts={E}, hidden={H}, intermediate={I}{formats}, activation={self.activation.kind}"
 
 
-def _numbers(stack: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor:
-    return stack.dequantize(dtype) if isinstance(stack, QuantTensor) else stack.to(dtype)
+def _numbers(stack: Weight | None, dtype: torch.dtype) -> Any:
+    return stack.dequantize(dtype) if isinstance(stack, QuantTensor) else stack if stack is None else stack.to(dtype)
 
 
-def _joined(parts: list[Tensor], stock: Any) -> Tensor:
-    """Gate and up rows in one tensor, in the order that the stock module has them."""
-    whole = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-    if stock.is_concatenated:
-        return whole
-    return torch.stack(whole.chunk(2, 1), 2).flatten(1, 2)
+def _in_stock_order(whole: Tensor, stock: Any) -> Tensor:
+    """Gate rows and then up rows, in the order that the stock module has them."""
+    return whole if stock.is_concatenated else torch.stack(whole.chunk(2, 1), 2).flatten(1, 2)
 
 
 def block_experts(model: nn.Module) -> dict[str, BlockExperts]:
@@ -137,9 +129,8 @@ def dequantized_bytes(model: nn.Module) -> int:
     """What `dequantize` would take."""
     weights = 0
     for module in block_experts(model).values():
-        gate_up, down, *_ = module.stacks()
-        for stack in (*(gate_up if isinstance(gate_up, tuple) else (gate_up,)), down):
-            weights += stack.shape.numel()
+        stacks = module.stacks()
+        weights += sum(w.shape.numel() for w in (stacks.gate_up, stacks.up, stacks.down) if w is not None)
     return weights * next(model.parameters()).dtype.itemsize
 
 
