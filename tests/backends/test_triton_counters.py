@@ -84,9 +84,16 @@ class Block:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         found = moefuse.moe(
-            x, self.router, self.gate_up, self.down, ROUTING, norm_weight=self.norm, residual=x,
-            next_norm_weight=self.norm, backend="triton",
-        )  # fmt: skip
+            x,
+            self.router,
+            self.gate_up,
+            self.down,
+            ROUTING,
+            norm_weight=self.norm,
+            residual=x,
+            next_norm_weight=self.norm,
+            backend="triton",
+        )
         assert isinstance(found, tuple)
         return found
 

@@ -54,9 +54,14 @@ class Block:
 
         options = {"norm_weight": self.norm, "residual": residual, "next_norm_weight": self.next_norm} | changes
         return moefuse.moe(
-            cast(x), cast(self.router), cast(self.gate_up), cast(self.down), ROUTING, backend=backend,
+            cast(x),
+            cast(self.router),
+            cast(self.gate_up),
+            cast(self.down),
+            ROUTING,
+            backend=backend,
             **{name: cast(value) for name, value in options.items()},
-        )  # fmt: skip
+        )
 
     def check(self, x: Tensor, residual: Tensor, **changes: Any) -> None:
         """The call agrees with float64."""

@@ -174,10 +174,8 @@ def search(
         if fastest >= _GAIN * old:
             best, fastest = built_in, old
     select.forget()
-    finding = Finding(
-        product.T, product.name, dataclasses.asdict(built_in), old, dataclasses.asdict(best), fastest, len(seen) - 1,
-        wrong, failed,
-    )  # fmt: skip
+    before, after = dataclasses.asdict(built_in), dataclasses.asdict(best)
+    finding = Finding(product.T, product.name, before, old, after, fastest, len(seen) - 1, wrong, failed)
     return best, finding
 
 

@@ -119,10 +119,18 @@ def _table(title: str, findings: list[bench_tune.Finding]) -> Table:
     for found in findings:
         changed = found.new != found.old
         table.add_row(
-            str(found.tokens), found.product.split(" E=")[0], _brief(found.old), report.duration(found.old_seconds),
-            _brief(found.new) if changed else "the same", report.duration(found.new_seconds), f"{found.gain:.2f}x",
-            str(found.tried), str(found.wrong), str(found.failed), style="bold" if changed else "",
-        )  # fmt: skip
+            str(found.tokens),
+            found.product.split(" E=")[0],
+            _brief(found.old),
+            report.duration(found.old_seconds),
+            _brief(found.new) if changed else "the same",
+            report.duration(found.new_seconds),
+            f"{found.gain:.2f}x",
+            str(found.tried),
+            str(found.wrong),
+            str(found.failed),
+            style="bold" if changed else "",
+        )
     return table
 
 

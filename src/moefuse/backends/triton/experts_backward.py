@@ -234,21 +234,12 @@ def transposed_product(
 
 
 @triton.jit
-def _row_sum_kernel(
-    rows_ptr,
-    weights_ptr,
-    offsets_ptr,
-    order_ptr,
-    out_ptr,
-    N,
-    top_k,
-    strides,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _row_sum_kernel(rows_ptr, weights_ptr, offsets_ptr, order_ptr, out_ptr, N, top_k, strides):
     """out [E, N]: the sum of an expert's rows, or of its tokens' rows times their weights. Grid: E, N tiles."""
     wait()
     launch_dependents()
+    BLOCK_M: tl.constexpr = 32
+    BLOCK_N: tl.constexpr = 64
     stride_m, stride_n = strides
     expert = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -272,8 +263,8 @@ def _row_sum_kernel(
 def _row_sum(rows: Tensor, weights: Tensor | None, plan: Plan, like: Tensor) -> Tensor:
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     E, N = out.shape
-    tensors, options = (rows, weights, plan.offsets, plan.order, out), {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
-    launch(_row_sum_kernel, (E, ceil_div(N, 64)), *tensors, N, plan.top_k, rows.stride(), **options, launch_pdl=PDL)
+    tensors, grid = (rows, weights, plan.offsets, plan.order, out), (E, ceil_div(N, 64))
+    launch(_row_sum_kernel, grid, *tensors, N, plan.top_k, rows.stride(), num_warps=4, launch_pdl=PDL)
     return out
 
 

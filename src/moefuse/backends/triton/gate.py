@@ -245,19 +245,9 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     parts, dtype = _parts(x, router.weight, router.norm_weight)
     folded = torch.empty((parts, E, H), dtype=dtype, device=x.device)
     row_block = block_of(H)
-    launch(
-        _fold_kernel,
-        (E,),
-        router.weight,
-        router.norm_weight,
-        folded,
-        H,
-        router.weight.stride(),
-        PARTS=parts,
-        BLOCK_H=row_block,
-        num_warps=4 if row_block <= 4096 else 8,
-        launch_pdl=PDL,
-    )
+    tensors = router.weight, router.norm_weight, folded
+    options = {"PARTS": parts, "BLOCK_H": row_block, "num_warps": 4 if row_block <= 4096 else 8, "launch_pdl": PDL}
+    launch(_fold_kernel, (E,), *tensors, H, router.weight.stride(), **options)
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
@@ -265,23 +255,8 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     steps = ceil_div(ceil_div(H, chunks), BLOCK_H)
     chunks = ceil_div(H, steps * BLOCK_H)
     logits = torch.empty((chunks, T, E), dtype=torch.float32, device=x.device)
-    launch(
-        _logits_kernel,
-        (ceil_div(T, BLOCK_T), ceil_div(E, PART), chunks),
-        x,
-        folded,
-        logits,
-        T,
-        H,
-        E,
-        steps,
-        x.stride(),
-        PARTS=parts,
-        BLOCK_T=BLOCK_T,
-        PART=PART,
-        BLOCK_H=BLOCK_H,
-        num_warps=4,
-        num_stages=3,
-        launch_pdl=PDL,
-    )
+    grid = ceil_div(T, BLOCK_T), ceil_div(E, PART), chunks
+    blocks = {"PARTS": parts, "BLOCK_T": BLOCK_T, "PART": PART, "BLOCK_H": BLOCK_H}
+    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": PDL}
+    launch(_logits_kernel, grid, x, folded, logits, T, H, E, steps, x.stride(), **blocks, **options)
     return logits

@@ -16,6 +16,11 @@ from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
 from moefuse.backends.triton.tail_backward import norm_row_backward, norm_weight_gradient
 from moefuse.types import Router, Routing
 
+#: tokens, experts and columns of a tile of the two products
+BLOCK_T = tl.constexpr(32)
+BLOCK_E = tl.constexpr(32)
+BLOCK_H = tl.constexpr(64)
+
 
 @triton.jit(do_not_specialize=["chunks"])
 def _gate_rows_kernel(
@@ -36,19 +41,19 @@ def _gate_rows_kernel(
     eps,
     numbers,
     RULE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """The logits of one token as the forward had them, and their gradient; no ``rms_ptr`` without a norm. Grid: T."""
     row = tl.program_id(0).to(tl.int64)
     T = tl.num_programs(0)
-    BLOCK_E: tl.constexpr = RULE.block_e
-    e = tl.arange(0, BLOCK_E)
-    logits = tl.zeros([BLOCK_E], tl.float32)
+    EXPERTS: tl.constexpr = RULE.block_e
+    e = tl.arange(0, EXPERTS)
+    logits = tl.zeros([EXPERTS], tl.float32)
     for chunk in range(chunks):
         logits += tl.load(raw_ptr + (row + T * chunk) * E + e, mask=e < E, other=0.0)
     if rms_ptr is not None:
         stride_xt, stride_xh = x_strides
-        h = tl.arange(0, BLOCK_H)
+        h = tl.arange(0, COLUMNS)
         x = tl.load(x_ptr + row * stride_xt + h.to(tl.int64) * stride_xh, mask=h < H, other=0.0).to(tl.float32)
         inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / H + eps)
         logits *= inverse_rms
@@ -60,21 +65,7 @@ def _gate_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "length"])
-def _router_kernel(
-    d_ptr,
-    x_ptr,
-    rms_ptr,
-    norm_ptr,
-    parts_ptr,
-    T,
-    H,
-    E,
-    length,
-    x_strides,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, x_strides):
     """parts [chunks, E, H]: d_logits.T @ normed over a chunk of tokens. Grid: E tiles, H tiles, chunks."""
     stride_xt, stride_xh = x_strides
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -98,20 +89,7 @@ def _router_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _input_kernel(
-    d_ptr,
-    w_ptr,
-    d_normed_ptr,
-    out_ptr,
-    T,
-    H,
-    E,
-    w_strides,
-    normed_strides,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, normed_strides):
     """out [T, H] = d_logits @ weight + d_normed, unrounded. Grid: T tiles, H tiles."""
     stride_we, stride_wh = w_strides
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -132,11 +110,11 @@ def _input_kernel(
 
 
 @triton.jit
-def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides, BLOCK_H: tl.constexpr):
+def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides, COLUMNS: tl.constexpr):
     """Grid: T."""
     stride_xt, stride_xh = x_strides
     t = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK_H)
+    h = tl.arange(0, COLUMNS)
     mask = h < H
     d = tl.load(d_ptr + t * H + h, mask, other=0.0)
     x = tl.load(x_ptr + t * stride_xt + h.to(tl.int64) * stride_xh, mask, other=0.0).to(tl.float32)
@@ -173,27 +151,26 @@ def gate_backward(
         eps,
         rule_numbers(routing),
         RULE=rule,
-        BLOCK_H=row_block,
+        COLUMNS=row_block,
         num_warps=max(warps, row_warps(rule)),
     )
     d_x, d_weight, d_norm = (x.new_empty(0) for _ in range(3))
-    blocked = {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_H": 64}
     if want_weight:
         chunks = max(1, min(16, ceil_div(T, 512)))
         length = ceil_div(ceil_div(T, chunks), 32) * 32
         sums = torch.empty((chunks, E, H), **f32)
         grid, given = (ceil_div(E, 32), ceil_div(H, 64), chunks), (d_logits, x, inverse_rms, norm_weight, sums)
-        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), **blocked, num_warps=4)
+        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), num_warps=4)
         d_weight = sums.sum(0).to(weight.dtype)
     if want_x:
         d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
         strides = weight.stride(), (0, 0) if d_normed is None else d_normed.stride()
         tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, 32), ceil_div(H, 64))
-        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, **blocked, num_warps=4)
+        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, num_warps=4)
         d_x = d
         if norm_weight is not None and inverse_rms is not None:
             d_x = torch.empty((T, H), dtype=x.dtype, device=x.device)
-            options = {"BLOCK_H": row_block, "num_warps": warps}
+            options = {"COLUMNS": row_block, "num_warps": warps}
             launch(_norm_backward_kernel, (T,), d, x, norm_weight, inverse_rms, d_x, H, x.stride(), **options)
             d_norm = norm_weight_gradient(d, x, inverse_rms, norm_weight)
     d_logit_bias = x.new_empty(0) if logit_bias is None else d_logits.sum(0).to(logit_bias.dtype)

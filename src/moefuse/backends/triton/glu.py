@@ -15,24 +15,13 @@ from moefuse.backends.triton.runtime.launch import ceil_div, launch
 from moefuse.types import Activation
 
 #: numbers that one program activates
-_BLOCK = 1024
+_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def _glu_kernel(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    rows,
-    width,
-    strides,
-    numbers,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _glu_kernel(gate_ptr, up_ptr, out_ptr, rows, width, strides, numbers, ACT: tl.constexpr, GATED: tl.constexpr):
     stride_row, stride_col = strides
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     mask = index < rows * width
     row, column = index // width, index % width
     source = row * stride_row + column * stride_col
@@ -56,34 +45,24 @@ def _parts(
 
 
 def _options(activation: Activation) -> dict[str, Any]:
-    return {"ACT": ACTIVATIONS[activation.kind], "GATED": activation.gated, "BLOCK": _BLOCK}
+    return {"ACT": ACTIVATIONS[activation.kind], "GATED": activation.gated}
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
     second, width, strides = _parts(gate_up, up, activation, layout)
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     sizes = out.numel() // max(width, 1), width, strides, activation_numbers(activation)
-    launch(_glu_kernel, (ceil_div(out.numel(), _BLOCK),), gate_up, second, out, *sizes, **_options(activation))
+    launch(_glu_kernel, (ceil_div(out.numel(), _BLOCK.value),), gate_up, second, out, *sizes, **_options(activation))
     return out
 
 
 @triton.jit
 def _glu_backward_kernel(
-    grad_ptr,
-    gate_ptr,
-    up_ptr,
-    d_gate_ptr,
-    d_up_ptr,
-    rows,
-    width,
-    strides,
-    numbers,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grad_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, sizes, strides, numbers, ACT: tl.constexpr, GATED: tl.constexpr
 ):
+    rows, width = sizes
     stride_row, stride_col = strides
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     mask = index < rows * width
     at = index // width * stride_row + index % width * stride_col
     d = tl.load(grad_ptr + index, mask, other=0.0).to(tl.float32)
@@ -104,7 +83,7 @@ def glu_backward(
     d_up = gate_up.new_empty(0) if up is None else torch.empty_like(up)
     second, width, strides = _parts(gate_up, up, activation, layout)
     d_second, _, _ = _parts(d_gate_up, None if up is None else d_up, activation, layout)
-    tensors, grid = (grad, gate_up, second, d_gate_up, d_second), (ceil_div(grad.numel(), _BLOCK),)
-    sizes = grad.numel() // max(width, 1), width, strides, activation_numbers(activation)
+    tensors, grid = (grad, gate_up, second, d_gate_up, d_second), (ceil_div(grad.numel(), _BLOCK.value),)
+    sizes = (grad.numel() // max(width, 1), width), strides, activation_numbers(activation)
     launch(_glu_backward_kernel, grid, *tensors, *sizes, **_options(activation))
     return d_gate_up, d_up

@@ -77,30 +77,14 @@ def find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.conste
 
 @triton.jit
 def _block_sums(
-    x_ptr,
-    w_ptr,
-    u_ptr,
-    row,
-    live,
-    stack,
-    n,
-    K,
-    strides,
-    W_DECODE: tl.constexpr,
-    U_DECODE: tl.constexpr,
-    GATED: tl.constexpr,
+    x_ptrs, w_rows, u_rows, live, K, stride_xk, W_DECODE: tl.constexpr, U_DECODE: tl.constexpr, GATED: tl.constexpr
 ):
-    """Products with weights in GGUF blocks, or with one of the two in numbers; strides in bytes, or numbers.
+    """Products of x [32, BLOCK_M] and on with rows [BLOCK_N] of GGUF blocks, or with one of the two in numbers.
 
     The transpose is summed: decoded weights are the left side, which tensor cores take from registers.
     """
-    BLOCK_M: tl.constexpr = row.shape[0]
-    BLOCK_N: tl.constexpr = n.shape[0]
-    stride_xm, stride_xk, stride_we, stride_wn, _, stride_ue, stride_un, _ = strides
-    l = tl.arange(0, 32)
-    x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
-    w_rows = w_ptr + stack * stride_we + n.to(tl.int64) * stride_wn
-    u_rows = u_ptr + stack * stride_ue + n.to(tl.int64) * stride_un
+    BLOCK_M: tl.constexpr = live.shape[0]
+    BLOCK_N: tl.constexpr = w_rows.shape[0]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, STRIP):
@@ -130,31 +114,19 @@ def _q4_k_bytes(ptrs, desc, at_row, block):
 
 
 @triton.jit
-def _q4_k_sums(
-    x_ptr,
-    w_ptr,
-    u_ptr,
-    w_desc,
-    u_desc,
-    row,
-    live,
-    stack,
-    n,
-    at_row,
-    u_first,
-    K,
-    strides,
-    GATED: tl.constexpr,
-    ASM_BYTES: tl.constexpr,
-):
-    """Like `_block_sums`, for 16-byte aligned rows of Q4_K: a block at a time, in loads of 16 bytes."""
-    BLOCK_M: tl.constexpr = row.shape[0]
+def _q4_k_sums(x_ptrs, w, u, live, n, at_row, K, stride_xk, GATED: tl.constexpr, ASM_BYTES: tl.constexpr):
+    """Like `_block_sums`, for 16-byte aligned rows ``n`` of Q4_K: a block at a time, in loads of 16 bytes.
+
+    w and u are each an expert's pointer, the stride of its rows, and a descriptor or None in which they begin at
+    ``at_row``; those of u a number of rows further.
+    """
+    BLOCK_M: tl.constexpr = live.shape[0]
     BLOCK_N: tl.constexpr = n.shape[0]
-    stride_xm, stride_xk, stride_we, stride_wn, _, stride_ue, stride_un, _ = strides
+    w_ptr, stride_wn, w_desc = w
+    u_ptr, stride_un, u_desc, u_first = u
     l = tl.arange(0, 32)
-    x_ptrs = x_ptr + row[None, :] * stride_xm + l[:, None] * stride_xk
-    w_ptr = tl.multiple_of(w_ptr + stack * stride_we, 16)
-    u_ptr = tl.multiple_of(u_ptr + stack * stride_ue, 16)
+    w_ptr = tl.multiple_of(w_ptr, 16)
+    u_ptr = tl.multiple_of(u_ptr, 16)
     word = tl.arange(0, 4)[None, :]
     w_heads = w_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_wn // 4))[:, None] + word
     u_heads = u_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_un // 4))[:, None] + word
@@ -164,21 +136,21 @@ def _q4_k_sums(
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(0, K // 256):
         w_head = q4_k_scales(tl.load(w_heads + 36 * block))
-        w = _q4_k_bytes(w_ptrs, w_desc, at_row, block)
+        w_bytes = _q4_k_bytes(w_ptrs, w_desc, at_row, block)
         if GATED:
             u_head = q4_k_scales(tl.load(u_heads + 36 * block))
-            u = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block)
+            u_bytes = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block)
         for i in tl.static_range(4):
             # [32, BLOCK_M]
             x = tl.load(x_ptrs, mask=live[None, :], other=0.0)
             y = tl.load(x_ptrs + 32 * stride_xk, mask=live[None, :], other=0.0)
             x_ptrs += 64 * stride_xk
             # [BLOCK_N, 32]
-            a, b = q4_k_group(w[i], w_head, i, x.dtype, ASM_BYTES)
+            a, b = q4_k_group(w_bytes[i], w_head, i, x.dtype, ASM_BYTES)
             acc = tl.dot(a, x, acc, input_precision="ieee")
             acc = tl.dot(b, y, acc, input_precision="ieee")
             if GATED:
-                a, b = q4_k_group(u[i], u_head, i, x.dtype, ASM_BYTES)
+                a, b = q4_k_group(u_bytes[i], u_head, i, x.dtype, ASM_BYTES)
                 up = tl.dot(a, x, up, input_precision="ieee")
                 up = tl.dot(b, y, up, input_precision="ieee")
     return acc.T, up.T
@@ -241,27 +213,17 @@ def _product_tile(
         row = (s // divisor if FORM.gather else p).to(tl.int64)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         at_row = expert * w_rows + column
+        # the transpose of x, and the last rows of w again instead of what lies past the end
+        columns = x_ptr + row[None, :] * stride_xm + tl.arange(0, 32)[:, None] * stride_xk
+        last = tl.minimum(n, N - 1)
         if FORM.words:
-            acc, up = _q4_k_sums(
-                x_ptr,
-                w_ptr,
-                u_ptr,
-                w_desc,
-                u_desc,
-                row,
-                live,
-                stack,
-                tl.minimum(n, N - 1),
-                at_row,
-                u_first,
-                K,
-                strides,
-                GATED,
-                ASM_BYTES,
-            )
+            w = (w_ptr + stack * stride_we, stride_wn, w_desc)
+            u = (u_ptr + stack * stride_ue, stride_un, u_desc, u_first)
+            acc, up = _q4_k_sums(columns, w, u, live, last, at_row, K, stride_xk, GATED, ASM_BYTES)
         elif W_DECODE is not None or U_DECODE is not None:
-            last = tl.minimum(n, N - 1)
-            acc, up = _block_sums(x_ptr, w_ptr, u_ptr, row, live, stack, last, K, strides, W_DECODE, U_DECODE, GATED)
+            w_ptrs = w_ptr + stack * stride_we + last.to(tl.int64) * stride_wn
+            u_ptrs = u_ptr + stack * stride_ue + last.to(tl.int64) * stride_un
+            acc, up = _block_sums(columns, w_ptrs, u_ptrs, live, K, stride_xk, W_DECODE, U_DECODE, GATED)
         else:
             k = tl.arange(0, BLOCK_K)
             x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk

@@ -337,9 +337,7 @@ def _multiply(
     rings,
     staging,
     out_ptr,
-    first,
-    stop,
-    column,
+    place,
     stage,
     phase,
     numbers,
@@ -350,6 +348,7 @@ def _multiply(
 ):
     """64 weight rows by the tokens of one tile."""
     x_ring, tail_ring, w_ring, full, empty = rings
+    first, stop, column = place
     K: gl.constexpr = FORM.k
     STAGES: gl.constexpr = FORM.stages
     TOKENS: gl.constexpr = SHAPE[0]
@@ -407,23 +406,13 @@ def _consume(
         stop = next_stop
         _, next_first, next_stop = _span(tiles_ptr, _tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         rows = stop - first
+        place = (first, stop, column)
         for i in gl.static_range(6):
             if _most(i, WIDTH) > 0:  # noqa: SIM102
                 if (rows > _most(i + 1, WIDTH)) & (rows <= _most(i, WIDTH)):
+                    SHAPE: gl.constexpr = _shape(i, WIDTH)
                     stage, phase = _multiply(
-                        rings,
-                        staging,
-                        out_ptr,
-                        first,
-                        stop,
-                        column,
-                        stage,
-                        phase,
-                        numbers,
-                        FORM,
-                        ACT,
-                        WARPGROUP,
-                        _shape(i, WIDTH),
+                        rings, staging, out_ptr, place, stage, phase, numbers, FORM, ACT, WARPGROUP, SHAPE
                     )
 
 

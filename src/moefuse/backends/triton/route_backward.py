@@ -81,20 +81,10 @@ def row_backward(logits, row, grad_ptr, ids_ptr, scale_ptr, parts_ptr, E, stride
 
 @triton.jit
 def _route_backward_kernel(
-    grad_ptr,
-    logits_ptr,
-    ids_ptr,
-    scale_ptr,
-    d_logits_ptr,
-    parts_ptr,
-    E,
-    logits_strides,
-    strides,
-    numbers,
-    RULE: tl.constexpr,
+    grad_ptr, logits_ptr, ids_ptr, scale_ptr, d_logits_ptr, parts_ptr, E, lines, strides, numbers, RULE: tl.constexpr
 ):
-    """Grid: T."""
-    stride_lt, stride_le = logits_strides
+    """``lines`` are the strides of the logits. Grid: T."""
+    stride_lt, stride_le = lines
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, RULE.block_e)
     logits = tl.load(logits_ptr + row * stride_lt + e * stride_le, mask=e < E, other=0.0).to(tl.float32)

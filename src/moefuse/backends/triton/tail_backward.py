@@ -11,7 +11,7 @@ from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
 from moefuse.types import Tail
 
 #: tokens whose part of a norm weight's gradient one program sums
-_TOKENS = 64
+_TOKENS = tl.constexpr(64)
 
 
 @triton.jit
@@ -68,24 +68,15 @@ def _tail_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _norm_weight_kernel(
-    d_ptr,
-    x_ptr,
-    rms_ptr,
-    parts_ptr,
-    T,
-    H,
-    x_strides,
-    TOKENS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """parts [chunks, H]: the sum over TOKENS tokens of d * x * rms^-1. Grid: token chunks, H tiles."""
+def _norm_weight_kernel(d_ptr, x_ptr, rms_ptr, parts_ptr, T, H, x_strides):
+    """parts [chunks, H]: the sum over _TOKENS tokens of d * x * rms^-1. Grid: token chunks, H tiles."""
+    BLOCK_T: tl.constexpr = 16
+    BLOCK_H: tl.constexpr = 64
     stride_xt, stride_xh = x_strides
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-    for start in range(0, TOKENS, BLOCK_T):
-        t = (tl.program_id(0) * TOKENS + start + tl.arange(0, BLOCK_T)).to(tl.int64)
+    for start in range(0, _TOKENS, BLOCK_T):
+        t = (tl.program_id(0) * _TOKENS + start + tl.arange(0, BLOCK_T)).to(tl.int64)
         mask = (t < T)[:, None] & (h < H)[None, :]
         d = tl.load(d_ptr + t[:, None] * H + h[None, :], mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + t[:, None] * stride_xt + h[None, :] * stride_xh, mask, other=0.0).to(tl.float32)
@@ -96,10 +87,9 @@ def _norm_weight_kernel(
 def norm_weight_gradient(d: Tensor, x: Tensor, inverse_rms: Tensor, norm_weight: Tensor) -> Tensor:
     """Sum over tokens, chunk by chunk in order. d is dense."""
     T, H = d.shape
-    chunks = ceil_div(T, _TOKENS)
+    chunks = ceil_div(T, _TOKENS.value)
     parts = torch.empty((chunks, H), dtype=torch.float32, device=d.device)
-    grid, blocked = (chunks, ceil_div(H, 64)), {"TOKENS": _TOKENS, "BLOCK_T": 16, "BLOCK_H": 64}
-    launch(_norm_weight_kernel, grid, d, x, inverse_rms, parts, T, H, x.stride(), **blocked, num_warps=4)
+    launch(_norm_weight_kernel, (chunks, ceil_div(H, 64)), d, x, inverse_rms, parts, T, H, x.stride(), num_warps=4)
     return parts.sum(0).to(norm_weight.dtype)
 
 
