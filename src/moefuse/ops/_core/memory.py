@@ -13,7 +13,6 @@ Blocks of a `QuantTensor` have rules of their own, which it checks when it is ma
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -50,8 +49,9 @@ def _all_settled(value: object, stack: bool) -> Any:
     if isinstance(value, Tensor):
         return settle(value, stack)
     if isinstance(value, tuple):
-        parts = [_all_settled(part, stack) if isinstance(part, Tensor) else part for part in value]
-        return value if all(map(operator.is_, parts, value)) else type(value)(*parts)
+        if all(is_settled(part, stack) for part in value if isinstance(part, Tensor)):
+            return value
+        return type(value)(*(_all_settled(part, stack) for part in value))
     if isinstance(value, Plan):
         tensors = {name: settle(t, stack) for name, t in value.tensors.items()}
         return Plan(**tensors, top_k=value.top_k, trusted=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -47,16 +48,23 @@ class Parameter(NamedTuple):
     """One parameter of a kernel: the flat arguments it becomes, and both ways between the two."""
 
     arguments: tuple[Argument, ...]
-    flatten: Callable[[Any], Iterable[Flat]]
+    #: None where the value is the one argument
+    flatten: Callable[[Any], Iterable[Flat]] | None
     rebuild: Callable[..., Any]
-
-
-def _alone(value: Any) -> tuple[Any]:
-    return (value,)
 
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _flattened(parameters: Iterable[Parameter], values: Iterable[Any]) -> list[Flat]:
+    flat: list[Flat] = []
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter.flatten is None:
+            flat.append(value)
+        else:
+            flat.extend(parameter.flatten(value))
+    return flat
 
 
 def _parameter(name: str, hint: Any, optional: bool = False) -> Parameter:
@@ -67,7 +75,7 @@ def _parameter(name: str, hint: Any, optional: bool = False) -> Parameter:
         return Parameter((Argument(name, f"Tensor{mark}"), Argument(f"{name}_format", "str?")), unwrap, wrap)
     (kind,) = (kind for kind in kinds if kind is not types.NoneType)
     if kind in _NAMES:
-        return Parameter((Argument(name, _NAMES[kind] + mark),), _alone, _itself)
+        return Parameter((Argument(name, _NAMES[kind] + mark),), None, _itself)
     return _bundle(kind, optional)
 
 
@@ -78,12 +86,14 @@ def _bundle(kind: Any, optional: bool) -> Parameter:
     fields = [_parameter(name, hints[name], optional) for name in names]
     arguments = tuple(argument for field in fields for argument in field.arguments)
     make = _MAKERS.get(kind, kind)
+    parts_of = _itself if issubclass(kind, tuple) else operator.attrgetter(*names)
+    plain = all(field.flatten is None for field in fields)
 
     def flatten(value: Any) -> Iterable[Flat]:
         if value is None:
             return (None,) * len(arguments)
-        parts = value if isinstance(value, tuple) else [getattr(value, name) for name in names]
-        return [flat for field, part in zip(fields, parts, strict=True) for flat in field.flatten(part)]
+        parts: Iterable[Flat] = parts_of(value)
+        return parts if plain else _flattened(fields, parts)
 
     def rebuild(*flat: Flat) -> Any:
         if optional and all(part is None for part in flat):
@@ -134,8 +144,7 @@ class Signature:
         return f"{op}({', '.join(arguments)}) -> {returned if len(results) == 1 else f'({returned})'}"
 
     def flatten(self, values: Iterable[Any]) -> list[Flat]:
-        pairs = zip(self._parameters, values, strict=True)
-        return [flat for parameter, value in pairs for flat in parameter.flatten(value)]
+        return _flattened(self._parameters, values)
 
     def rebuild(self, flat: Iterable[object]) -> list[Any]:
         return _rebuilt(self._parameters, flat)

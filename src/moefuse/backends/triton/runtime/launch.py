@@ -166,8 +166,8 @@ def capturing(device: torch.device) -> bool:
     """Whether what is launched on a device now becomes part of a graph."""
     if INTERPRETED:
         return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
+    if device.index == torch._C._cuda_getDevice():
+        return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

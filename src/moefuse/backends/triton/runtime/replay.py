@@ -26,8 +26,6 @@ from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compi
 _GRAIN = 256
 #: in a launch's list of arguments, where the stream goes
 _STREAM = object()
-#: what a compiled kernel takes before the kernel's own arguments: grid, stream, function, metadata and three hooks
-_BEFORE = 9
 _aten: Any = torch.ops.aten
 #: what a run may do besides launching and taking views
 _ALLOCATIONS = frozenset(
@@ -279,6 +277,17 @@ class _Interpreted(_Layout):
         return returned[0] if self.alone else tuple(returned)
 
 
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a kernel, and what that takes between the kernel and its metadata.
+
+    Triton's launcher is Python around a function of C: 1.5 us, which a kernel without scratch memory need not pay.
+    """
+    run = compiled.run
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1) or not hasattr(run, "launch"):
+        return run, ()
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
 class Replay(_Layout):
     """A replay on a GPU. Every launch picks its arguments out of one list: what changes first, then what never does."""
 
@@ -300,12 +309,14 @@ class Replay(_Layout):
         # What a launch picks from: the stream, where buffers begin, these addresses, and what never changes.
         changing = 1 + last + 1 + len(self.pointers)
         self.constants: list[Any] = []
-        self.launches: list[tuple[Any, Any, tuple[int, ...], Any]] = []
+        #: the launcher and its arguments; and as Triton itself launches, with the kernel's own arguments
+        self.launches: list[tuple[Any, Any, Any, Any]] = []
         for step in taker.launches:
             assert step.compiled is not None
             compiled, compile_time = step.compiled
             grid = (*step.grid, 1, 1)[:3]
-            before = (*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
+            run, between = _launcher(compiled)
+            before = (*grid, _STREAM, compiled.function, *between, compiled.packed_metadata, None, None, None)
             picks = []
             for arg in (*before, *step.args, *compile_time):
                 if arg is _STREAM:
@@ -316,12 +327,13 @@ class Replay(_Layout):
                 else:
                     picks.append(changing + len(self.constants))
                     self.constants.append(arg)
-            self.launches.append((compiled, compiled.run, grid, operator.itemgetter(*picks)))
+            own = operator.itemgetter(*picks[len(before) :])
+            self.launches.append((run, operator.itemgetter(*picks), compiled[grid], own))
         self.empty: Tensor | None = None
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
         device = self.device
-        if device.index != torch.cuda.current_device():
+        if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(tensors, addresses)
         if self.empty is None:
@@ -336,9 +348,9 @@ class Replay(_Layout):
         values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            for compiled, _, grid, pick in self.launches:
-                compiled[grid](*pick(values)[_BEFORE:], stream=stream)
+            for _, _, observed, own in self.launches:
+                observed(*own(values), stream=stream)
         else:
-            for _, run, _, pick in self.launches:
+            for run, pick, _, _ in self.launches:
                 run(*pick(values))
         return returned[0] if self.alone else tuple(returned)
