@@ -214,7 +214,7 @@ def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _spy(real: Callable[..., None], used: set[int]) -> Callable[..., None]:
     def launch(*args: Any, **options: Any) -> None:
-        used.add(options.get("BLOCK_N", 0))
+        used.add(options["FORM"].block_n)
         real(*args, **options)
 
     return launch

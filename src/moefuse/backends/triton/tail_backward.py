@@ -100,9 +100,9 @@ def tail_backward(d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, 
     grads = tuple(d_out.new_empty(0) if t is None else torch.empty_like(t) for t in like)
     inverse_rms = torch.empty(0 if d_normed is None else T, dtype=torch.float32, device=d_out.device)
     BLOCK_H = block_of(H)
-    tensors = d_out, d_normed, total, shared, shared_gate, shared_logit, norm_weight, *grads, inverse_rms
+    tensors = d_normed, total, shared, shared_gate, shared_logit, norm_weight, *grads, inverse_rms
     warps = 4 if BLOCK_H <= 2048 else 8
-    launch(_tail_backward_kernel, (T,), *tensors, H, eps, BLOCK_H=BLOCK_H, num_warps=warps)
+    launch(_tail_backward_kernel, (T,), d_out, *tensors, H, eps, BLOCK_H=BLOCK_H, num_warps=warps)
     d_norm_weight = d_out.new_empty(0)
     if d_normed is not None and total is not None and norm_weight is not None:
         d_norm_weight = norm_weight_gradient(d_normed, total, inverse_rms, norm_weight)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 _COMPILER_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
@@ -109,7 +110,11 @@ _COMPILED: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 _MOST_COMPILED = 4096
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+#: what a kernel takes when it runs: tensors, their descriptors, and numbers, alone or in tuples
+Argument: TypeAlias = Tensor | TensorDescriptor | tuple[float, ...] | float | None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *others: Argument, **options: Any) -> None:
     """Run ``kernel`` on the device of its first argument. An empty grid is no launch.
 
     Strides and other numbers may come in tuples; tensors stand for themselves, so that a replay finds them.
@@ -118,16 +123,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     if 0 in grid:
         return
+    args = (first, *others)
     if recording.recorder is not None:
         recording.recorder.take(kernel, grid, args, options)
         return
     if INTERPRETED:
         kernel[grid](*args, **{name: value for name, value in options.items() if name not in _COMPILER_OPTIONS})
         return
-    device = args[0].device
+    device = first.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, grid, *args, **options)
+            launch(kernel, grid, first, *others, **options)
         return
     found = compiled_for(kernel, device, args, options)
     if found is None:
