@@ -65,6 +65,7 @@ def layer(device: str) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.skipif(_native.core is None, reason="the native library was not built")
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     core = _native.core
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -86,13 +85,13 @@ def _bundle(kind: Any, optional: bool) -> Parameter:
     fields = [_parameter(name, hints[name], optional) for name in names]
     arguments = tuple(argument for field in fields for argument in field.arguments)
     make = _MAKERS.get(kind, kind)
-    parts_of = _itself if issubclass(kind, tuple) else operator.attrgetter(*names)
     plain = all(field.flatten is None for field in fields)
 
     def flatten(value: Any) -> Iterable[Flat]:
         if value is None:
             return (None,) * len(arguments)
-        parts: Iterable[Flat] = parts_of(value)
+        # torch 2.11's compiler follows no attrgetter
+        parts = value if isinstance(value, tuple) else [getattr(value, name) for name in names]
         return parts if plain else _flattened(fields, parts)
 
     def rebuild(*flat: Flat) -> Any:
