@@ -94,6 +94,11 @@ class Call(NamedTuple):
     tensors: tuple[Tensor, ...]
     addresses: list[int]
 
+    @property
+    def again(self) -> Callable[[Sequence[Tensor], Sequence[int]], Any] | None:
+        """The recording, where there is one."""
+        return None if self.record is None else self.record.again
+
 
 def lookup(op: str, backend: str | None, values: Sequence[Any]) -> Call | None:
     """What is known of a call with these options and tensors; None where it must take the long way: traced,
