@@ -281,7 +281,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setitem(launches._PROVED, torch.device("cpu"), None)
     monkeypatch.setattr(launches, "INTERPRETED", False)
     monkeypatch.setattr(launches, "compiled_for", compiled_for)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a processor
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return seen
 
@@ -352,13 +352,13 @@ def test_another_device_is_made_current(launched: list[Any], monkeypatch: pytest
     def device(which: torch.device) -> Iterator[None]:
         entered.append(which)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "current_device", lambda: which.index)
+            patch.setattr(torch._C, "_cuda_getDevice", lambda: which.index)
             yield
 
     for _ in range(2):
         block.check(block.random(1, H), block.random(1, H))
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     block.check(block.random(1, H), block.random(1, H))
     assert entered == [torch.device("cpu")]
     assert len(launched) == 6
