@@ -68,10 +68,7 @@ def test_activations_and_slopes_in_the_tails(kind: str, target: tuple[str, str])
     assert wide.grad is not None
     terms = wide.grad.abs() + (want / wide.where(wide != 0, 1)).abs().detach()
     slope_known = wide.grad.where(want.detach() != 0, x.grad.cpu().double())
-    for name, have, goal, size in (
-        ("value", got, want, want.abs()),
-        ("slope", x.grad, slope_known, terms),
-    ):
+    for name, have, goal, size in (("value", got, want, want.abs()), ("slope", x.grad, slope_known, terms)):
         error = (have.detach().cpu().double() - goal.detach()).abs()
         normal = size.detach() >= SMALLEST
         relative = error[normal] / size.detach()[normal]

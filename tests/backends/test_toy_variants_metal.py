@@ -106,9 +106,7 @@ def test_an_activation_without_its_function_is_refused_by_name(monkeypatch: pyte
         moefuse.glu(torch.ones(2, 4, device=DEVICE), "toy", backend=BACKEND)
 
 
-def test_a_function_without_its_activation_is_named_when_the_backend_loads(
-    add: Add,
-) -> None:
+def test_a_function_without_its_activation_is_named_when_the_backend_loads(add: Add) -> None:
     with pytest.raises(ImportError, match="its kernels name toy, which is no activation of this version"):
         add("activation", TOY_ACTIVATION, "inline float clamped_up(")
 

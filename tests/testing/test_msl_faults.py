@@ -423,10 +423,7 @@ def arguments(*args, **options) -> tuple:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            arguments(torch.zeros(4).half(), 1, 2.0, arg_casts={1: "int32"}),
-            "x has elements of float32",
-        ),
+        (arguments(torch.zeros(4).half(), 1, 2.0, arg_casts={1: "int32"}), "x has elements of float32"),
         (arguments(torch.zeros(4), 1, 2.0), "n takes 4 bytes, got 8 from 1"),
         (arguments(torch.zeros(4), 1, 2, arg_casts="int32"), "f has elements of float32, got a tensor of int32"),
         (arguments(torch.zeros(4), 1), r"takes buffers \[0, 1, 2\], got 2 arguments"),

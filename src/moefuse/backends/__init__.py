@@ -57,11 +57,7 @@ class Backend:
         return found
 
 
-BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", ("cpu",)),
-    Backend("triton", ("cuda",)),
-    Backend("metal", ("mps",)),
-)
+BACKENDS: tuple[Backend, ...] = (Backend("cpu", ("cpu",)), Backend("triton", ("cuda",)), Backend("metal", ("mps",)))
 REFERENCE = "reference"
 
 

@@ -53,11 +53,7 @@ class Layer:
     @property
     def gate_options(self) -> dict[str, Any]:
         """What `moefuse.gate` takes besides the router and the rule."""
-        return {
-            "norm_weight": self.norm,
-            "logit_bias": self.logit_bias,
-            "per_expert_scale": self.per_expert_scale,
-        }
+        return {"norm_weight": self.norm, "logit_bias": self.logit_bias, "per_expert_scale": self.per_expert_scale}
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,7 @@ def tail_backward_reference(
 
 
 def combine_backward_reference(
-    d_out: Tensor,
-    d_normed: Tensor | None,
-    y: Tensor,
-    weights: Tensor,
-    inverse: Tensor | None,
-    tail: Tail,
+    d_out: Tensor, d_normed: Tensor | None, y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of y, weights, shared, shared_gate, shared_logit, residual and norm_weight; empty where None."""
     T = weights.shape[0]

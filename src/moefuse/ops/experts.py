@@ -10,24 +10,11 @@ from torch import Tensor
 
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import masked_weights, widen
-from moefuse.ops._core.checks import (
-    INTEGERS,
-    check_float64,
-    check_instance,
-    check_optional,
-    check_tensor,
-    check_weight,
-)
+from moefuse.ops._core.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, check_weight
 from moefuse.ops._core.library import Gradients, Rule, define_form
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
-from moefuse.ops.combine import (
-    check_out,
-    check_tail,
-    combine_reference,
-    fresh_outputs,
-    results_of,
-)
+from moefuse.ops.combine import check_out, check_tail, combine_reference, fresh_outputs, results_of
 from moefuse.ops.combine_backward import tail_backward, tail_tensors
 from moefuse.ops.composed import composed
 from moefuse.ops.experts_backward import experts_backward
@@ -342,10 +329,6 @@ def _backward(
 
 
 _experts = define_form(
-    "experts",
-    _kernel,
-    fake=_fake,
-    rule=Rule(_keep, _backward, constant=1, sparse=True),
-    reference=experts_reference,
+    "experts", _kernel, fake=_fake, rule=Rule(_keep, _backward, constant=1, sparse=True), reference=experts_reference
 )
 _experts_out = define_form("experts_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))

@@ -15,15 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import gate_and_up, up_biases
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import (
-    DECODERS,
-    RUNS,
-    STRIP,
-    decode_runs,
-    q4_k_group,
-    q4_k_scales,
-    quarters,
-)
+from moefuse.backends.triton.formats.blocks import DECODERS, RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,

@@ -223,13 +223,7 @@ def refuse_second_order(op: str) -> Rule:
     return Rule(lambda *_: (), backward)
 
 
-def define(
-    reference: Callable[P, R],
-    decides: str,
-    *,
-    fake: Callable[..., Any],
-    rule: Rule | None = None,
-) -> Op[P, R]:
+def define(reference: Callable[P, R], decides: str, *, fake: Callable[..., Any], rule: Rule | None = None) -> Op[P, R]:
     """Define the op of a reference, whose types are the schema, after the name of the backend.
 
     Args:

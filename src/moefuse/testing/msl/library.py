@@ -301,14 +301,7 @@ class Kernel:
         count = _span(tensor)
         if not parameter.pointer and count * size < parameter.bytes:
             raise self._fault("arguments", f"{name.decode()} needs {parameter.bytes} bytes, got {count * size}")
-        return _Buffer(
-            tensor.data_ptr(),
-            count * size,
-            tensor.storage_offset() * size,
-            size,
-            parameter.writable,
-            name,
-        )
+        return _Buffer(tensor.data_ptr(), count * size, tensor.storage_offset() * size, size, parameter.writable, name)
 
     def _fault(self, kind: str, text: str) -> Fault:
         return Fault(f"kernel {self.name}: {kind}: {text}", kind, self.name)
