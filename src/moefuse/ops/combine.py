@@ -51,7 +51,7 @@ def combine(
         eps: added to the mean square.
         out: where to write; may be ``residual`` or ``shared`` itself. Any floating type. No gradients then.
         normed_out: where to write the normed result; likewise.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``out``, or ``(out, normed)`` when ``norm_weight`` is given: out has the type of ``residual``, or of y without

@@ -65,7 +65,7 @@ def experts(
             would stall it, a slot counts where both ids and plan have an expert for it, which is the plan's.
         shared, shared_gate, shared_logit, residual, norm_weight, eps: the tail, as in `combine`.
         out, normed_out: where to write, as in `combine`; may be x itself too.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``[T, H]``, or ``(out, normed)`` when ``norm_weight`` is given.

@@ -41,7 +41,7 @@ def gate(
         logit_bias: ``[E]``, added to the logits (gpt-oss).
         per_expert_scale: ``[E]``, as in `route`.
         return_normed: also return the normed x ``[T, H]``, for the experts.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         weights ``[T, top_k]`` float32, ids ``[T, top_k]`` int32, and the normed x when asked for.

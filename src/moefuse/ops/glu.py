@@ -36,7 +36,7 @@ def glu(  # type: ignore[misc]  # up may hold the activation, which the overload
         up: the up part, when it comes apart.
         activation: a name or an `Activation`.
         layout: "halves": gate first, up second. "interleaved": even gate, odd up.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``act(gate) * up`` in the type of the input, computed in float32. Finite input never gives NaN.

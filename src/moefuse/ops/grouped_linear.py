@@ -38,7 +38,7 @@ def grouped_linear(
         gather: how rows of x are found.
         scatter: result rows in slot order; otherwise expert-major.
         bias: ``[E, N]``.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``[S, N]`` in the type of x, float32 accumulation. Rows of assignments without an expert are zero.

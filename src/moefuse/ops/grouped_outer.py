@@ -24,7 +24,7 @@ def grouped_outer(
         plan: the forward's plan.
         gather: as in the forward.
         scatter: as in the forward.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``[E, N, K]`` in the type of grad, float32 accumulation; zero for experts without rows.

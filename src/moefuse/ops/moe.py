@@ -51,7 +51,7 @@ def moe(
             the experts, too, see the normed x.
         shared, shared_gate, shared_logit, residual, out, normed_out: the tail, as in `experts`.
         next_norm_weight, next_eps: the tail's norm.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         ``[T, H]``, or ``(out, normed)`` when ``next_norm_weight`` is given.

@@ -20,7 +20,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
         ids: expert of each assignment ``[T, top_k]``, int32 or int64. An id outside ``[0, E)`` means "no expert":
             it sorts last, outside every expert. Duplicates in a row are legal, each slot counts.
         num_experts: ``E``.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         A `Plan`, ``O(S + E)`` in size. Inside an expert assignments keep their order, so the plan is reproducible.

@@ -32,7 +32,7 @@ def route(
         routing: the rule.
         bias: ``[E]``, added to the score for selection only; -inf masks an expert.
         per_expert_scale: ``[E]``, multiplies the weight of the selected expert.
-        backend: see `moefuse.ops._core.select`.
+        backend: who runs it: cpu, triton, metal or reference; None for the one that the device has.
 
     Returns:
         weights ``[T, top_k]`` float32 and ids ``[T, top_k]`` int32, largest score first, ties to the lowest id.
