@@ -138,8 +138,9 @@ CALLS = {
     "experts saving": lambda: (*routed(grad), stacks(grad), plan(), SILU, tail(grad), True),
     "experts saving_sum": lambda: (*routed(), stacks(up=True), plan(), SILU, Tail(), True),
     "experts_out": lambda: (
-        *routed(), stacks(layout="interleaved"), None, SILU, tail(), Outputs(torch.zeros(T, H), torch.zeros(T, H))),
-    "experts_out sum": lambda: (*routed(), stacks(), plan(), SILU, tail(norm=False), Outputs(torch.zeros(T, H))),
+        *routed(), stacks(layout="interleaved"), None, SILU, tail(), Outputs(torch.zeros(T, H), torch.zeros(T, H)),
+        None),
+    "experts_out sum": lambda: (*routed(), stacks(), plan(), SILU, tail(norm=False), Outputs(torch.zeros(T, H)), None),
     "experts_backward": lambda: (*kept(), stacks(layout="interleaved"), plan(), SILU, ALL._replace(up=False), False),
     "experts_backward apart": lambda: (*kept(), stacks(up=True), plan(), SILU, ALL, False),
     "experts_backward frozen": lambda: (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefuse.ops._core.arithmetic import inverse_rms, widen
 from moefuse.ops._core.checks import check_eps, check_float64, check_optional, check_tensor
-from moefuse.ops._core.library import Gradients, Rule, define_form
+from moefuse.ops._core.library import Gradients, Rule, define, define_kernel
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import inherit, select
 from moefuse.ops.combine_backward import combine_backward, tail_tensors, weighted_sum
@@ -157,7 +157,7 @@ def combine_reference(y: Tensor, weights: Tensor, inverse: Tensor | None, tail: 
         outputs.normed.copy_(total * inverse_rms(total, tail.eps) * widen(tail.norm_weight))
 
 
-def _fake(y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
+def _fresh(y: Tensor, weights: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
     outputs = fresh_outputs(tail, y, T=weights.shape[0])
     return outputs.out, y.new_empty(0) if outputs.normed is None else outputs.normed
 
@@ -165,16 +165,10 @@ def _fake(y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail) -> tup
 def _kernel(
     backend: str | None, y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail
 ) -> tuple[Tensor, Tensor]:
-    out, normed = _fake(y, weights, inverse, tail)
+    out, normed = _fresh(y, weights, tail)
     outputs = Outputs(out, None if tail.norm_weight is None else normed)
     select(combine_reference, y, backend)(y, weights, inverse, tail, outputs)
     return out, normed
-
-
-def _out_kernel(
-    backend: str | None, y: Tensor, weights: Tensor, inverse: Tensor | None, tail: Tail, outputs: Outputs
-) -> None:
-    select(combine_reference, y, backend)(y, weights, inverse, tail, outputs)
 
 
 def _backward(
@@ -193,7 +187,10 @@ def _backward(
     return dict(zip(names, found, strict=True))
 
 
-_combine = define_form(
-    "combine", _kernel, fake=_fake, rule=Rule(lambda _, *values: values, _backward), reference=combine_reference
+_combine = define_kernel(
+    combine_reference,
+    _kernel,
+    fake=lambda y, weights, _inverse, tail: _fresh(y, weights, tail),
+    rule=Rule(lambda _, *values: values, _backward),
 )
-_combine_out = define_form("combine_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))
+_combine_out = define(combine_reference, "y", form="_out", fake=lambda *_: None, mutated=("out", "normed"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import masked_weights, widen
 from moefuse.ops._core.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, check_weight
-from moefuse.ops._core.library import Gradients, Rule, define_form
+from moefuse.ops._core.library import Gradients, Rule, define, define_kernel
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
 from moefuse.ops.combine import check_out, check_tail, combine_reference, fresh_outputs, results_of
@@ -98,7 +98,7 @@ def experts(
         return replay.run(call, run_experts, backend, x, ids, weights, stacks, rule, tail, out, normed_out)
     if out is not None or normed_out is not None:
         outputs = fresh_outputs(tail, x, out, normed_out)
-        _experts_out(backend, x, ids, weights, stacks, plan, rule, tail, outputs)
+        _experts_out(backend, x, ids, weights, stacks, plan, rule, tail, outputs, None)
         return results_of(outputs)
     # Inside a compiled torch.func.grad no tensor says that it requires a gradient.
     hidden = torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
@@ -226,16 +226,7 @@ def experts_reference(
     combine_reference(y, masked_weights(weights, ids, E), None, tail, outputs)
 
 
-def _fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan | None,
-    activation: Activation,
-    tail: Tail,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fresh(x: Tensor, ids: Tensor, stacks: Stacks, tail: Tail, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     outputs = fresh_outputs(tail, x)
     rows = stacks.gate_up.shape[1] * (1 if stacks.up is None else 2)
     z = x.new_empty(ids.shape[0] * ids.shape[1], rows) if save else x.new_empty(0)
@@ -254,26 +245,11 @@ def _kernel(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm and the pre-activations; empty where there is none."""
-    out, normed, z = _fake(x, ids, weights, stacks, plan, activation, tail, save)
+    out, normed, z = _fresh(x, ids, stacks, tail, save)
     run = select(experts_reference, x, inherit("experts", backend, saves=save), stacks.specs, saves=save)
     outputs = Outputs(out, None if tail.norm_weight is None else normed)
     run(x, ids, weights, stacks, plan, activation, tail, outputs, z if save else None)
     return out, normed, z
-
-
-def _out_kernel(
-    backend: str | None,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan | None,
-    activation: Activation,
-    tail: Tail,
-    outputs: Outputs,
-) -> None:
-    run = select(experts_reference, x, backend, stacks.specs)
-    run(x, ids, weights, stacks, plan, activation, tail, outputs, None)
 
 
 def _keep(
@@ -328,7 +304,10 @@ def _backward(
     return found | {"residual": d}
 
 
-_experts = define_form(
-    "experts", _kernel, fake=_fake, rule=Rule(_keep, _backward, constant=1, sparse=True), reference=experts_reference
+_experts = define_kernel(
+    experts_reference,
+    _kernel,
+    fake=lambda x, ids, _weights, stacks, _plan, _activation, tail, save: _fresh(x, ids, stacks, tail, save),
+    rule=Rule(_keep, _backward, constant=1, sparse=True),
 )
-_experts_out = define_form("experts_out", _out_kernel, fake=lambda *_: None, mutated=("out", "normed"))
+_experts_out = define(experts_reference, "x", form="_out", fake=lambda *_: None, mutated=("out", "normed", "z"))

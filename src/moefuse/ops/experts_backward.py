@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
-from moefuse.ops._core.library import define, define_form, prove, refuse_second_order, untraced
-from moefuse.ops._core.select import select
+from moefuse.ops._core.library import define, prove, refuse_second_order, untraced
 from moefuse.ops.glu import glu_backward_reference, glu_reference
 from moefuse.ops.grouped_linear import grouped_linear_reference
 from moefuse.ops.grouped_outer import grouped_outer_reference
@@ -136,32 +135,16 @@ def _is_last_use(z: Tensor) -> bool:
     return untraced((z,)) and not torch.is_grad_enabled() and not keeps
 
 
-def _kernel(
-    backend: str | None,
-    d: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan,
-    activation: Activation,
-    wanted: Wanted,
-    reuse_z: bool,
-) -> _Seven:
-    run = select(experts_backward_reference, d, backend)
-    return run(d, x, z, weights, stacks, plan, activation, wanted, reuse_z)
-
-
 def _fake(
     d: Tensor,
     x: Tensor,
-    z: Tensor,
+    _z: Tensor,
     weights: Tensor,
     stacks: Stacks,
-    plan: Plan,
-    activation: Activation,
+    _plan: Plan,
+    _activation: Activation,
     wanted: Wanted,
-    reuse_z: bool,
+    _reuse_z: bool,
 ) -> _Seven:
     gate_up, up, down = stacks.numbers
     inputs = (x, weights, gate_up, up, down, stacks.gate_up_bias, stacks.down_bias)
@@ -172,4 +155,4 @@ def _fake(
 
 
 _keeping = define(experts_backward_reference, "d", fake=_fake, rule=refuse_second_order("experts"))
-_reusing = define_form("experts_backward_reusing", _kernel, fake=_fake, mutated=("z",))
+_reusing = define(experts_backward_reference, "d", form="_reusing", fake=_fake, mutated=("z",))

@@ -138,20 +138,7 @@ def run_gate(
     return select(gate_reference, x, backend, settled=True)(x, router, routing, return_normed)
 
 
-def _fake(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return *fresh_routes(x, routing), x.new_empty(x.shape if return_normed else 0)
-
-
-def _backward_fake(
-    d_weights: Tensor,
-    d_normed: Tensor | None,
-    x: Tensor,
-    router: Router,
-    ids: Tensor,
-    routing: Routing,
-    want_x: bool,
-    want_weight: bool,
-) -> tuple[Tensor, ...]:
+def _fresh_gradients(x: Tensor, router: Router, want_x: bool, want_weight: bool) -> tuple[Tensor, ...]:
     by_x, by_norm = (x, router.norm_weight) if want_x else (None, None)
     by_weight = router.weight if want_weight else None
     return fresh_like(x, by_x, by_weight, by_norm, router.logit_bias, router.per_expert_scale)
@@ -189,5 +176,15 @@ def _backward(
     return dict(zip(("x", "weight", "norm_weight", "logit_bias", "per_expert_scale"), found, strict=True))
 
 
-_gate = define(gate_reference, "x", fake=_fake, rule=Rule(_keep, _backward))
-_gate_backward = define(gate_backward_reference, "x", fake=_backward_fake, rule=refuse_second_order("gate"))
+_gate = define(
+    gate_reference,
+    "x",
+    fake=lambda x, _, routing, normed: (*fresh_routes(x, routing), x.new_empty(x.shape if normed else 0)),
+    rule=Rule(_keep, _backward),
+)
+_gate_backward = define(
+    gate_backward_reference,
+    "x",
+    fake=lambda _weights, _normed, x, router, _ids, _routing, *wanted: _fresh_gradients(x, router, *wanted),
+    rule=refuse_second_order("gate"),
+)

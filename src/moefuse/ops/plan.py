@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops._core.checks import INTEGERS, check_tensor
-from moefuse.ops._core.library import define_form
+from moefuse.ops._core.library import define_kernel
 from moefuse.ops._core.select import select
 from moefuse.types import MAX_EXPERTS, Plan
 
@@ -71,4 +71,4 @@ def _fake(ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     return tuple(ids.new_empty(n, dtype=torch.int32) for n in (num_experts, num_experts + 1, S, S))
 
 
-_plan = define_form("plan", _kernel, reference=plan_reference, fake=_fake)
+_plan = define_kernel(plan_reference, _kernel, fake=_fake)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefuse.ops._core import select
 from moefuse.ops._core.schema import Flat, Signature
 from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Stacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -223,7 +224,15 @@ def refuse_second_order(op: str) -> Rule:
     return Rule(lambda *_: (), backward)
 
 
-def define(reference: Callable[P, R], decides: str, *, fake: Callable[..., Any], rule: Rule | None = None) -> Op[P, R]:
+def define(
+    reference: Callable[P, R],
+    decides: str,
+    *,
+    fake: Callable[..., Any],
+    rule: Rule | None = None,
+    form: str = "",
+    mutated: tuple[str, ...] = (),
+) -> Op[P, R]:
     """Define the op of a reference, whose types are the schema, after the name of the backend.
 
     Args:
@@ -231,33 +240,31 @@ def define(reference: Callable[P, R], decides: str, *, fake: Callable[..., Any],
         decides: which of its parameters is the tensor whose device and type choose the backend.
         fake: takes what the reference takes, and returns tensors without memory.
         rule: how it is differentiated.
+        form: what follows the op's name in that of another op that runs the same kernels.
+        mutated: what it writes to.
     """
-    named = list(inspect.signature(reference).parameters)
-    deciding = operator.itemgetter(named.index(decides))
+    deciding = operator.itemgetter(list(inspect.signature(reference).parameters).index(decides))
 
     def kernel(backend: str | None, /, *values: P.args, **named: P.kwargs) -> R:
-        specs = tuple(value.spec for value in values if isinstance(value, QuantTensor))
+        specs: tuple[str | None, ...] = ()
+        for value in values:
+            if isinstance(value, (QuantTensor, Stacks)):
+                specs = value.specs
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
     name = reference.__name__.removesuffix("_reference")
     select.REFERENCES[name] = reference
-    return _defined(name, kernel, Signature(reference, with_backend=True), fake, rule)
+    return _defined(name + form, kernel, Signature(reference, with_backend=True), fake, rule, mutated)
 
 
-def define_form(
-    name: str,
-    kernel: Kernel[P, R],
-    *,
-    fake: Callable[..., Any],
-    rule: Rule | None = None,
-    reference: Callable[..., Any] | None = None,
-    mutated: tuple[str, ...] = (),
+def define_kernel(
+    reference: Callable[..., Any], kernel: Kernel[P, R], *, fake: Callable[..., Any], rule: Rule | None = None
 ) -> Op[P, R]:
-    """Define an op whose ``kernel`` does more than to run the backend that takes the place of a reference: it
-    allocates what that writes to, or writes to what it is given (``mutated``)."""
-    if reference is not None:
-        select.REFERENCES[name] = reference
-    return _defined(name, kernel, Signature(kernel), fake, rule, mutated)
+    """Define the op of a reference by a kernel that does more than to run what takes the reference's place: it
+    allocates what that writes to, or checks what can be seen only then. The kernel's types are the schema."""
+    name = reference.__name__.removesuffix("_reference")
+    select.REFERENCES[name] = reference
+    return _defined(name, kernel, Signature(kernel), fake, rule)
 
 
 def _defined(
