@@ -79,11 +79,6 @@ class QuantTensor:
         """Format and mode in one string, as an op's schema carries them; `wrap` is the way back."""
         return self.format + _EXACT if self.exact else self.format
 
-    @property
-    def specs(self) -> tuple[str]:
-        """As `moefuse.types.Stacks` has them."""
-        return (self.spec,)
-
     def dim(self) -> int:
         return self.blocks.dim()
 

@@ -249,7 +249,7 @@ def define(
         specs: tuple[str | None, ...] = ()
         for value in values:
             if isinstance(value, (QuantTensor, Stacks)):
-                specs = value.specs
+                specs = value.specs if isinstance(value, Stacks) else (value.spec,)
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
     name = reference.__name__.removesuffix("_reference")
