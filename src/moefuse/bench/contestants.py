@@ -36,9 +36,17 @@ def ours(layer: Layer, dtype: torch.dtype, backend: str | None) -> list[Contesta
     def block(slot: Slot) -> Any:
         own = slot.layer
         return moefuse.moe(
-            slot.x, own.router, own.gate_up, own.down, routing, residual=slot.x, next_norm_weight=own.next_norm,
-            backend=backend, **own.gate_options, **own.expert_options,
-        )  # fmt: skip
+            slot.x,
+            own.router,
+            own.gate_up,
+            own.down,
+            routing,
+            residual=slot.x,
+            next_norm_weight=own.next_norm,
+            backend=backend,
+            **own.gate_options,
+            **own.expert_options,
+        )
 
     def experts(slot: Slot) -> Any:
         own = slot.layer

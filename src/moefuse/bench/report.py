@@ -38,9 +38,13 @@ def table(result: Result, leave_out: Collection[str] = ()) -> Table:
     rows = result.rows
     columns = {heading: write for heading, write in _columns(result).items() if heading not in leave_out}
     shown = Table(
-        title=f"{result.title}, {result.dtype}", title_justify="left", title_style="bold",
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
+        title=f"{result.title}, {result.dtype}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for heading in columns:
         left = heading in ("who", "mode")
         shown.add_column(heading, justify="left" if left else "right", no_wrap=True)

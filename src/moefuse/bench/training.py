@@ -104,9 +104,14 @@ def _error(got: Gradients, slot: Slot) -> Difference:
     }
     with torch.enable_grad():
         alone = moefuse.experts(
-            slot.normed[rows].cpu().double(), torch.zeros(len(rows), 1, dtype=torch.int32), share.cpu().double(),
-            gate_up, down, backend="reference", **options,
-        )  # fmt: skip
+            slot.normed[rows].cpu().double(),
+            torch.zeros(len(rows), 1, dtype=torch.int32),
+            share.cpu().double(),
+            gate_up,
+            down,
+            backend="reference",
+            **options,
+        )
         grads = torch.autograd.grad(alone, (gate_up, down), _seed(slot)[rows].cpu().double())
     pairs = zip(got[2:], grads, strict=True)
     found += [difference(stack[expert : expert + 1], goal, whole=True) for stack, goal in pairs]

@@ -49,8 +49,13 @@ def _simulate(backend: str | None) -> str:
 
 
 def _summary(outcomes: list[Outcome]) -> Table:
-    table = Table(title="Cases passed, and the largest error relative to its row", title_justify="left",
-                  box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    table = Table(
+        title="Cases passed, and the largest error relative to its row",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in ("backend", "op", "float32", "bfloat16", "float16"):
         table.add_column(column, no_wrap=column in ("backend", "op"), min_width=len(column))
     rows: dict[tuple[str, str], dict[torch.dtype, list[Outcome]]] = {}

@@ -122,8 +122,14 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
         infos: what is known of each tensor, those in formats that cannot be read too.
     """
 
-    def __init__(self, path: Path, metadata: dict[str, Any], infos: dict[str, TensorInfo], maps: list[Tensor],
-                 regions: list[mmap.mmap]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: Path,
+        metadata: dict[str, Any],
+        infos: dict[str, TensorInfo],
+        maps: list[Tensor],
+        regions: list[mmap.mmap],
+    ) -> None:
         self.path, self.metadata, self.infos, self._maps, self._regions = path, metadata, infos, maps, regions
 
     @property
