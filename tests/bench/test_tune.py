@@ -187,6 +187,7 @@ def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> Non
     from moefuse.backends.triton.runtime import launch
 
     used: set[int] = set()
+    assert "experts" in importlib.import_module("moefuse.backends.triton").OPS  # all are loaded, with the real launch
     monkeypatch.setattr(launch, "launch", _spy(launch.launch, used))
     for module in ("experts_decode", "grouped_linear"):
         monkeypatch.setattr(f"moefuse.backends.triton.{module}.launch", launch.launch)
