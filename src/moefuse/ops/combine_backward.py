@@ -78,7 +78,7 @@ def combine_backward_reference(
     d = d if d_normed is None else d_sum
     factor = _shared_factor(tail)
     if tail.shared is not None and tail.shared_logit is not None and factor is not None:
-        along = (d * widen(tail.shared)).sum(-1)  # rounded in another order than a tail's, whose sum is rounded, too
+        along = (d * widen(tail.shared)).sum(-1)  # in another order than a tail's product, for its bits
         d_logit = (along * (factor * (1 - factor)).squeeze(1)).to(tail.shared_logit.dtype)
     rows = _slot_rows(y, inverse, T)
     d_weights = torch.einsum("tjh,th->tj", rows, d).to(weights.dtype) if T else torch.empty_like(weights)

@@ -16,6 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefuse.ops._core import select
+from moefuse.ops._core.memory import DENSE
 from moefuse.ops._core.schema import Flat, Signature
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Stacks
@@ -25,7 +26,7 @@ R = TypeVar("R")
 Kernel = Callable[Concatenate[str | None, P], R]
 Gradients = Mapping[str, Tensor | None]
 
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str))
+PLAIN = DENSE | {type(None), int, float, bool, str}
 _LIBRARY = torch.library.Library("moefuse", "DEF")  # type: ignore[no-untyped-call]
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")  # of torch.autograd.grad(is_grads_batched=True)
 _AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastMPS": "mps"}
@@ -88,7 +89,7 @@ def untraced(values: Iterable[Flat]) -> bool:
     """Whether no tracing and no transform watches a call with these arguments."""
     if not unwatched() or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS):
         return False
-    return _PLAIN_TYPES.issuperset(map(type, values))
+    return PLAIN.issuperset(map(type, values))
 
 
 def _is_plain_eager(values: list[Flat]) -> bool:

@@ -23,7 +23,8 @@ from moefuse.types import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: tensors that are what they seem: no subclass stands in for them
+DENSE = frozenset((Tensor, torch.nn.Parameter))
 
 #: ops whose tensors of three dimensions are stacks of expert weights
 _WITH_STACKS = frozenset(("grouped_linear", "grouped_linear_transposed", "experts", "experts_backward"))
@@ -73,7 +74,7 @@ def has_values(*tensors: Tensor | None) -> bool:
     """Whether memory stands behind these tensors and may be looked at: nothing is traced, none is a stand-in."""
     if torch.compiler.is_compiling():
         return False
-    return all(t is None or (type(t) in _PLAIN and t.device.type != "meta") for t in tensors)
+    return all(t is None or (type(t) in DENSE and t.device.type != "meta") for t in tensors)
 
 
 def _end(t: Tensor, begin: int) -> int:

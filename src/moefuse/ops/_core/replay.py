@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moefuse import backends, config
 from moefuse.ops._core import select
-from moefuse.ops._core.library import unwatched
-from moefuse.ops._core.memory import is_settled
+from moefuse.ops._core.library import PLAIN, unwatched
+from moefuse.ops._core.memory import DENSE, is_settled
 from moefuse.ops._core.schema import signature_of
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Routing
@@ -26,8 +26,7 @@ from moefuse.types import Activation, Routing
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DENSE = frozenset((Tensor, torch.nn.Parameter))
-_PLAIN = _DENSE | {type(None), int, float, bool, str, Routing, Activation}
+_PLAIN = PLAIN | {Routing, Activation}
 #: keys kept; the oldest goes first. A server of every batch size to 512 with three such calls a layer fits
 MOST = 2048
 #: What backends specialise addresses on; a tensor that begins elsewhere is rare and takes the long way.
@@ -49,7 +48,7 @@ class Sort:
     counts: True is not 1.0 to a check."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
-        dense = [kind in _DENSE for kind in kinds]
+        dense = [kind in DENSE for kind in kinds]
         self.tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]] = _picker(dense, True)
         self.options: Callable[[Sequence[Any]], tuple[Any, ...]] = _picker(dense, False)
 
@@ -66,7 +65,7 @@ _SORTS: dict[tuple[type, ...], Sort] = {}
 
 def _sort(kinds: tuple[type, ...]) -> Sort | None:
     """None where there is no tensor, or something that a key cannot hold."""
-    if not _PLAIN.issuperset(kinds) or _DENSE.isdisjoint(kinds):
+    if not _PLAIN.issuperset(kinds) or DENSE.isdisjoint(kinds):
         return None
     return _SORTS.setdefault(kinds, Sort(kinds))
 

@@ -88,7 +88,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
         return Tile(16, 256 if format else 32, 32, 4, 1)
     if format:
         return _block_tile(rows_per_expert, itemsize, gated, device, format)
-    # Measured on an H200 with Qwen3-30B-A3B's shape (docs/perf-notes.md).
+    # Measured on an H200 with Qwen3-30B-A3B's shape (docs/performance.md).
     engine = capability(device) >= (9, 0)
     if rows_per_expert <= 4:
         tile = Tile(16, 32, 128, 4, 4) if gated else Tile(16, 64, 128, 4, 4)
