@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops.experts import experts
-from moefuse.types import Activation, Stacks
+from moefuse.types import Activation, Stacks, Weight
 
 
 def stack_arguments(stacks: Stacks) -> dict[str, Any]:
@@ -31,3 +31,8 @@ def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: st
 def shared_logit(x: Tensor, shared_gate: Tensor | None) -> Tensor | None:
     """``[T]``, whose sigmoid weights the shared expert; None where it has no gate ``[H]``."""
     return None if shared_gate is None else widen(x) @ widen(shared_gate)
+
+
+def weight_of(module: nn.Module) -> Weight | None:
+    """The weight ``[N, K]`` of a linear layer; None where it is another kind of module."""
+    return module.weight if type(module) is nn.Linear else None
