@@ -9,6 +9,7 @@ from moefuse.ops.gate import gate
 from moefuse.ops.glu import glu
 from moefuse.ops.grouped_linear import grouped_linear
 from moefuse.ops.grouped_outer import grouped_outer
+from moefuse.ops.linear import linear
 from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import route
@@ -29,6 +30,7 @@ __all__ = [
     "glu",
     "grouped_linear",
     "grouped_outer",
+    "linear",
     "moe",
     "plan",
     "quantize",

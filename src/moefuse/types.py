@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
@@ -286,6 +287,42 @@ class Stacks(NamedTuple):
         assert up is None or isinstance(up, Tensor)
         assert isinstance(down, Tensor)
         return gate_up, up, down
+
+
+class Projections(NamedTuple):
+    """The weights ``[N, K]`` of `moefuse.linear`, one to four that take the same rows, and the bias of each."""
+
+    weight: Weight
+    second: Weight | None = None
+    third: Weight | None = None
+    fourth: Weight | None = None
+    bias: Tensor | None = None
+    second_bias: Tensor | None = None
+    third_bias: Tensor | None = None
+    fourth_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Projections:
+        weight, *others = weights
+        second, third, fourth = (*others, None, None, None)[:3]
+        return cls(weight, second, third, fourth, *biases)
+
+    @property
+    def pairs(self) -> list[tuple[Weight, Tensor | None]]:
+        """Each weight with its bias."""
+        biases = self.bias, self.second_bias, self.third_bias, self.fourth_bias
+        pairs = zip((self.weight, self.second, self.third, self.fourth), biases, strict=True)
+        return [(weight, bias) for weight, bias in pairs if weight is not None]
+
+    @property
+    def stops(self) -> list[int]:
+        """Where the columns of each end, side by side."""
+        return list(itertools.accumulate(weight.shape[0] for weight, _ in self.pairs))
+
+    @property
+    def specs(self) -> tuple[str | None, ...]:
+        """The `QuantTensor.spec` of each weight, None for numbers."""
+        return tuple(spec_of_weight(weight) for weight, _ in self.pairs)
 
 
 class Tail(NamedTuple):

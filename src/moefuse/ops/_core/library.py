@@ -19,7 +19,7 @@ from moefuse.ops._core import select
 from moefuse.ops._core.memory import DENSE
 from moefuse.ops._core.schema import Flat, Signature
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Stacks
+from moefuse.types import Projections, Stacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -249,8 +249,8 @@ def define(
     def kernel(backend: str | None, /, *values: P.args, **named: P.kwargs) -> R:
         specs: tuple[str | None, ...] = ()
         for value in values:
-            if isinstance(value, (QuantTensor, Stacks)):
-                specs = value.specs if isinstance(value, Stacks) else (value.spec,)
+            if isinstance(value, (QuantTensor, Stacks, Projections)):
+                specs = (value.spec,) if isinstance(value, QuantTensor) else value.specs
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
     name = reference.__name__.removesuffix("_reference")
