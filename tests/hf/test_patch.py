@@ -15,7 +15,7 @@ from moefuse.hf import patch, unpatch
 from moefuse.nn.recognize import mlp_of, rule_of
 from moefuse.testing.compare import difference
 
-patch_module = importlib.import_module("moefuse.hf.patch")  # the package's attribute of that name is the function
+from moefuse.hf import moe_module
 
 
 @pytest.fixture

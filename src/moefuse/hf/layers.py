@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from moefuse.hf import moe
+from moefuse.hf import moe_module
 from moefuse.hf.attention import AttentionRule, attention, attention_of, takes
-from moefuse.hf.moe import Part, are_bare, may_fuse, recorded, watched
+from moefuse.hf.moe_module import Part, are_bare, may_fuse, recorded, watched
 from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same, structure_of
 
 #: of what transformers records in a forward, what a whole layer still shows
@@ -283,7 +283,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     weight: Any = None if following is None or learns else following._parameters["weight"]
     if type(weight) is nn.Parameter and weight.device == hidden.device:
         options |= {"norm_weight": weight, "eps": following_eps}
-    result = moe.run(module, module._moefuse, rows, (second.weight, second_eps), **options)
+    result = moe_module.run(module, module._moefuse, rows, (second.weight, second_eps), **options)
     if not isinstance(result, tuple):
         return result.view(hidden.shape)
     out, normed = (t.view(hidden.shape) for t in result)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moefuse.hf import layers, moe
+from moefuse.hf import layers, moe_module
 from moefuse.hf.experts import restore_order
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
@@ -76,11 +76,11 @@ def patch(model: nn.Module) -> PatchReport:
         layer: Any = model.get_submodule(path)
         if not hasattr(layer, "_moefuse"):
             try:
-                layer._moefuse = moe.understand(layer, seen)
+                layer._moefuse = moe_module.understand(layer, seen)
             except NotRecognized as reason:
                 left_alone[path] = f"{type(layer).__name__}: {reason}"
                 continue
-            layer.forward = functools.partial(moe.forward, layer)  # a bound method would not pickle
+            layer.forward = functools.partial(moe_module.forward, layer)  # a bound method would not pickle
         patched.append(path)
     if patched or left_alone:
         _use_our_experts(model)
