@@ -47,16 +47,19 @@ class _Form(NamedTuple):
 def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
     """One row of x times ``rows`` [BLOCK_N] of numbers: [BLOCK_N] float32.
 
-    Chunks stand in front, so that a thread has its part of every chunk, and the last dimension is for few warps.
+    All chunks are asked for before the first is used. They are as wide as two warps are, so sums cross few threads.
     """
-    k = (tl.arange(0, CHUNKS) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, K, CHUNKS * BLOCK_K):
-        inside = start + k < K
-        # [CHUNKS, BLOCK_N, BLOCK_K]
-        w = tl.load(rows[None, :, None] + (start + k), mask=inside, other=0.0)
-        x = tl.load(x_ptr + (start + k), mask=inside, other=0.0)
-        acc += tl.sum(w.to(tl.float32) * x.to(tl.float32), 0)
+        w = ()
+        x = ()
+        for i in tl.static_range(CHUNKS):
+            at = start + i * BLOCK_K + k
+            w += (tl.load(rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0),)  # type: ignore[assignment]  # a longer tuple
+            x += (tl.load(x_ptr + at, mask=at < K, other=0.0),)  # type: ignore[assignment]  # a longer tuple
+        for i in tl.static_range(CHUNKS):
+            acc += w[i].to(tl.float32) * x[i].to(tl.float32)[None, :]
     return tl.sum(acc, 1)
 
 
@@ -129,6 +132,16 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _part(tensors, place, N, stride_wn, sizes, FORM: tl.constexpr, DECODE: tl.constexpr):
+    """The part of one weight, where this program's tile is of it: tile and first column of the next weight."""
+    tile, column = place
+    tiles = tl.cdiv(N, FORM.block_n)
+    if (tile >= 0) & (tile < tiles):
+        _columns(tensors, tile, N, stride_wn, column, sizes, FORM, DECODE)
+    return tile - tiles, column + N
+
+
 @triton.jit(do_not_specialize=["T"])
 def _linear_kernel(
     x_ptr,
@@ -147,7 +160,10 @@ def _linear_kernel(
     width,
     columns,
     strides,
-    FORMS: tl.constexpr,
+    A_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    C_FORM: tl.constexpr,
+    D_FORM: tl.constexpr,
     A_DECODE: tl.constexpr,
     B_DECODE: tl.constexpr,
     C_DECODE: tl.constexpr,
@@ -157,20 +173,19 @@ def _linear_kernel(
 
     ``columns`` and ``strides`` are of each weight, the latter in bytes for blocks. Grid: tiles of all weights.
     """
-    tile = tl.program_id(0)
+    a_columns, b_columns, c_columns, d_columns = columns
+    a_stride, b_stride, c_stride, d_stride = strides
     sizes = (T, K, width)
-    column = 0
-    weights = (a_ptr, b_ptr, c_ptr, d_ptr)
-    biases = (a_bias_ptr, b_bias_ptr, c_bias_ptr, d_bias_ptr)
-    decoders: tl.constexpr = (A_DECODE, B_DECODE, C_DECODE, D_DECODE)
-    for i in tl.static_range(len(FORMS)):
-        FORM: tl.constexpr = FORMS[i]
-        tiles = tl.cdiv(columns[i], FORM.block_n)
-        if (tile >= 0) & (tile < tiles):
-            tensors = (x_ptr, weights[i], biases[i], residual_ptr, out_ptr)
-            _columns(tensors, tile, columns[i], strides[i], column, sizes, FORM, decoders[i])
-        tile -= tiles
-        column += columns[i]
+    place = (tl.program_id(0), 0)
+    place = _part(
+        (x_ptr, a_ptr, a_bias_ptr, residual_ptr, out_ptr), place, a_columns, a_stride, sizes, A_FORM, A_DECODE
+    )
+    if B_FORM is not None:
+        place = _part((x_ptr, b_ptr, b_bias_ptr, None, out_ptr), place, b_columns, b_stride, sizes, B_FORM, B_DECODE)
+    if C_FORM is not None:
+        place = _part((x_ptr, c_ptr, c_bias_ptr, None, out_ptr), place, c_columns, c_stride, sizes, C_FORM, C_DECODE)
+    if D_FORM is not None:
+        place = _part((x_ptr, d_ptr, d_bias_ptr, None, out_ptr), place, d_columns, d_stride, sizes, D_FORM, D_DECODE)
 
 
 def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
@@ -197,8 +212,10 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
     columns = [data.shape[0] for data, _ in rows]
     tiles = [linear_tile(T, sum(columns), K, x.element_size(), x.device, format) for _, format in rows]
     forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
-    none = (None,) * (4 - len(pairs))
-    decoders: tuple[Any, ...] = (*(mine.decoder for mine in rows), *none)
+    none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
+    compiled: dict[str, Any] = {}
+    for name, form, mine in zip("ABCD", (*forms, *none), (*rows, *none), strict=True):
+        compiled[f"{name}_FORM"], compiled[f"{name}_DECODE"] = form, mine and mine.decoder
     launch(
         _linear_kernel,
         (sum(ceil_div(N, tile.n) for N, tile in zip(columns, tiles, strict=True)),),
@@ -206,10 +223,9 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
         *(*(data for data, _ in rows), *none),
         *(*(bias for _, bias in pairs), *none),
         *(T, K, out.shape[1]),
-        tuple(columns),
-        tuple(data.stride(0) for data, _ in rows),
-        FORMS=tuple(forms),
-        **dict(zip(("A_DECODE", "B_DECODE", "C_DECODE", "D_DECODE"), decoders, strict=True)),
+        (*columns, *zeros),
+        (*(data.stride(0) for data, _ in rows), *zeros),
+        **compiled,
         num_warps=max(tile.warps for tile in tiles),
         num_stages=max(tile.stages for tile in tiles),
         launch_pdl=PDL,

@@ -91,18 +91,19 @@ def linear_tile(T: int, N: int, K: int, itemsize: int, device: torch.device, for
 
     Of numbers times a single row ``m`` chunks of ``k`` of each of ``n`` rows are under way at once.
     """
-    if T > 1 and format:
-        return product_tile(T, itemsize, False, device, format)
     if INTERPRETED:
-        return Tile(2 if T == 1 else 16, 8, 256 if format else 32, 4, 1)
-    if format:
+        return Tile(2, 8, 256 if format else 32, 4, 1) if T == 1 else Tile(16, 64, 32, 4, 1)
+    if T == 1 and format:
         return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
     if T == 1:  # 16 KiB, each thread eight loads of 16 bytes
         m = min(16, block_of(ceil_div(K * itemsize, 1024), 1))
         return Tile(m, 16 // m, 1024 // itemsize, 4, 1)
+    if format:
+        return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
     if itemsize == 4:
-        return _fitted(Tile(16, 32, 64, 4, 3), itemsize, False, device)
-    tile = Tile(16, 32, 256, 4, 4) if N >= 32 * _SMALL_CARD else Tile(16, 16, 256, 2, 4)
+        tile = Tile(16, 32, 64, 4, 3)
+    else:
+        tile = Tile(16, 32, 256, 4, 4) if N >= 32 * _SMALL_CARD else Tile(16, 16, 256, 2, 4)
     return _fitted(tile, itemsize, False, device)
 
 
