@@ -3,6 +3,7 @@
 Importing this package loads torch and nothing else that is heavy: no compiler, no triton, no transformers.
 """
 
+from moefuse.ops.attend import attend
 from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
 from moefuse.ops.gate import gate
@@ -12,6 +13,7 @@ from moefuse.ops.grouped_outer import grouped_outer
 from moefuse.ops.linear import linear
 from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
+from moefuse.ops.rope import rope
 from moefuse.ops.route import route
 from moefuse.quant.encode import quantize
 from moefuse.quant.tensor import QuantTensor
@@ -24,6 +26,7 @@ __all__ = [
     "Plan",
     "QuantTensor",
     "Routing",
+    "attend",
     "combine",
     "experts",
     "gate",
@@ -34,5 +37,6 @@ __all__ = [
     "moe",
     "plan",
     "quantize",
+    "rope",
     "route",
 ]

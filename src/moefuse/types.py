@@ -8,6 +8,9 @@
 ``S``  assignments, ``T * top_k``: one (token, slot) pair that goes to one expert
 =====  =======================================================================
 
+Around the layer, in `moefuse.rope` and `moefuse.attend`, tokens are apart: ``B`` sequences of ``S`` tokens, with ``Hq``
+query heads and ``Hk`` key heads of ``D`` values each (``Dv`` of a value), and ``L`` places in a cache.
+
 ``M``, ``N`` and ``K`` are left to matrix products, where they mean what they always mean.
 """
 
@@ -353,6 +356,25 @@ class Wanted(NamedTuple):
     down: bool
     gate_up_bias: bool
     down_bias: bool
+
+
+class Rotary(NamedTuple):
+    """What `moefuse.rope` does to each head: the norms before it, and the angles, ``[B or 1, S, R/2]`` each."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+class Cache(NamedTuple):
+    """Keys ``[B, Hk, L, D]`` and values ``[B, Hk, L, Dv]`` of L places, and the place of the first query: one integer,
+    which only the device reads."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
 
 
 def spec_of_weight(weight: object) -> str | None:

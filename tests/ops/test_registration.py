@@ -10,7 +10,7 @@ from moefuse.ops._core import library
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import formats_of
 from moefuse.testing.random_blocks import random_blocks
-from moefuse.types import Outputs, Router, Stacks, Tail, Wanted
+from moefuse.types import Cache, Outputs, Rotary, Router, Stacks, Tail, Wanted
 
 from . import oracle
 from .oracle import assert_close
@@ -67,6 +67,11 @@ def routed(make=rand):
 def kept():
     """The gradient of the sum, x, z and weights."""
     return rand(T, H), rand(T, H), rand(T * K, 2 * I), rand(T, K)
+
+
+def cache():
+    """Seven places of two sequences and two heads."""
+    return Cache(rand(2, 7, 2, 6).transpose(1, 2), rand(2, 2, 7, 5), torch.tensor([2]))
 
 
 ALL = Wanted(*[True] * 7)
@@ -150,6 +155,14 @@ CALLS = {
     "tail_backward gate": lambda: (rand(T, H), None, None, Tail(rand(T, H), rand(T))),
     "tail_backward strided": lambda: (
         rand(T, H), turned(T, H), turned(T, H), Tail(turned(T, H), norm_weight=rand(H))),
+    "rope": lambda: (rand(2, T, 4, 6), rand(2, T, 2, 6), None, Rotary(rand(1, T, 2), rand(1, T, 2), rand(6)), None),
+    "rope cache": lambda: (
+        rand(2, T, 4, 6), rand(2, T, 2, 6), rand(2, T, 2, 5), Rotary(rand(2, T, 3), rand(2, T, 3)), cache()),
+    "rope strided": lambda: (
+        turned(2, T, 4, 6), rand(2, 2, T, 6).transpose(1, 2), rand(2, T, 9, 5)[:, :, ::5], Rotary(
+            turned(2, T, 3), turned(1, T, 3)), cache()),
+    "attend": lambda: (rand(2, 4, 6), cache(), None, None, 0.5, None),
+    "attend masked": lambda: (turned(2, 4, 6), cache(), rand(2, 7) > 0.5, rand(4), 0.5, 3),
 }  # fmt: skip
 
 

@@ -160,11 +160,19 @@ def formats_of(backend: str) -> Collection[str]:
 
 
 def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
-    """The element types of a case that a backend has kernels for; none where it lacks a format."""
+    """The element types of a case that a backend has kernels for; none where it lacks a format or the op."""
     row = next((row for row in backends.BACKENDS if row.name == backend), None)
     if not case.formats.issubset(formats_of(backend)):
         return ()
-    return case.dtypes if row is None else tuple(dtype for dtype in case.dtypes if dtype in row.load().DTYPES)
+    if row is None:
+        return case.dtypes
+    has = all(part in row.load().OPS for part in _parts_of(case.op))
+    return tuple(dtype for dtype in case.dtypes if has and dtype in row.load().DTYPES)
+
+
+def _parts_of(op: str) -> tuple[str, ...]:
+    """moe is gate followed by experts, on whatever runs those."""
+    return ("gate", "experts") if op == "moe" else (op,)
 
 
 def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -186,8 +194,10 @@ def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
         "route": ("weights", "ids"),
         "gate": ("weights", "ids", "normed"),
         "linear": ("out", "second", "third", "fourth"),
+        "rope": ("q", "k"),
     }.get(op, ("out", "normed"))
-    return dict(zip(names, results, strict=False))
+    written = {name: inputs[name] for name in ("keys", "values") if op == "rope" and name in inputs}
+    return dict(zip(names, results, strict=False)) | written
 
 
 def _differentiable(results: dict[str, Tensor]) -> list[Tensor]:
@@ -235,6 +245,8 @@ def tolerance_of(
         return _INT8["experts" if op == "moe" else op]
     if result == "weights":
         return _TOLERANCE[torch.float32] if op == "route" else _GATE
+    if op == "attend" and dtype == torch.float32:
+        return _GATE
     if blocks:
         return _BLOCKS[dtype]
     return _CHAINED if dtype == torch.float32 and op in ("experts", "moe") else _TOLERANCE[dtype]
@@ -449,6 +461,32 @@ CASES: tuple[Case, ...] = (
     Case("moe", "qwen3", "the whole block", make.moe(7, 16, 64, 48, Routing(top_k=4))),
     Case("moe", "decode", "the whole block, T=1", make.moe(1, 32, 96, 32, Routing(top_k=8))),
     Case("moe", "no_token", "T=0", make.moe(0, 8, 16, 8, Routing(top_k=2))),
+    Case("rope", "whole", "every value turns, angles per sequence",
+         make.rope(2, 3, 4, 2, 64, 64, apart=True), gradients=False),
+    Case("rope", "partial", "some values stay; no size a multiple of anything",
+         make.rope(2, 2, 5, 3, 34, 10, norm=True), gradients=False),
+    Case("rope", "decode", "one token to its place, as Qwen3 has it",
+         make.rope(1, 1, 8, 2, 128, 128, norm=True, places=9, position=5), gradients=False),
+    Case("rope", "rounded", "angles in the type of q, the last places",
+         make.rope(2, 3, 4, 1, 80, 32, rounded=True, places=7, position=4), gradients=False),
+    Case("rope", "dropped", "tokens behind the last place",
+         make.rope(1, 4, 2, 2, 96, 96, places=5, position=3), gradients=False),
+    Case("rope", "no_token", "S=0", make.rope(2, 0, 4, 2, 16, 16, norm=True, places=4, position=0), gradients=False),
+    Case("attend", "first", "a query that sees itself alone", make.attend(2, 4, 4, 64, 9, 0), gradients=False),
+    Case("attend", "second", "two places", make.attend(1, 8, 2, 80, 9, 1), gradients=False),
+    Case("attend", "group", "eight heads share their keys", make.attend(2, 16, 2, 96, 70, 69), gradients=False),
+    Case("attend", "large", "sixteen heads of 256 values", make.attend(1, 16, 1, 256, 60, 37), gradients=False),
+    Case("attend", "long", "many places, in parts", make.attend(1, 8, 2, 128, 700, 650), gradients=False),
+    Case("attend", "window", "only the last places",
+         make.attend(2, 4, 1, 64, 300, 290, window=100), gradients=False),
+    Case("attend", "gpt_oss", "a window, a sink for each head, a scale",
+         make.attend(1, 16, 2, 64, 200, 150, window=64, sinks=True), gradients=False),
+    Case("attend", "mask", "places left out", make.attend(3, 4, 2, 48, 90, 80, mask=True), gradients=False),
+    Case("attend", "everything", "every part at once, values of another size",
+         make.attend(3, 6, 2, 40, 140, 139, mask=True, sinks=True, window=77, Dv=24), gradients=False),
+    Case("attend", "nothing", "a query that sees nothing",
+         make.attend(2, 4, 2, 32, 40, -1, sinks=True), gradients=False),
+    Case("attend", "no_token", "B=0", make.attend(0, 4, 2, 16, 8, 3), gradients=False),
 )  # fmt: skip
 
 
@@ -458,9 +496,7 @@ def support_table() -> str:
     has = {row.name: row.load().OPS if row.exists() else {} for row in backends.BACKENDS}
     lines = [f"| op | {' | '.join(names)} | cases |", "|---" * (len(names) + 2) + "|"]
     for op in dict.fromkeys(case.op for case in CASES):
-        # moe is gate followed by experts, on whatever runs those
-        parts = ("gate", "experts") if op == "moe" else (op,)
-        cells = ["kernel" if all(part in has[name] for part in parts) else "reference" for name in names]
+        cells = ["kernel" if all(part in has[name] for part in _parts_of(op)) else "reference" for name in names]
         covered = ", ".join(case.name for case in CASES if case.op == op)
         lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
     lines += ["", f"| format | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]

@@ -280,3 +280,44 @@ def moe(T: int, E: int, H: int, I: int, routing: Routing) -> Maker:
         }
 
     return make
+
+
+def rope(B: int, S: int, Hq: int, Hk: int, D: int, R: int, **on: Any) -> Maker:
+    """Heads that are views of one product's result; ``places`` and ``position`` of a cache."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        heads = inputs.normal(B, S, Hq + 2 * Hk, D)
+        angles = torch.rand((B if on.get("apart") else 1, S, R // 2), generator=inputs.rng) * 6.3
+        dtype = inputs.dtype if on.get("rounded") else torch.float32
+        made: dict[str, Any] = {"q": heads[:, :, :Hq], "k": heads[:, :, Hq : Hq + Hk]}
+        made |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
+        if on.get("norm"):
+            made |= {"q_norm": inputs.uniform(D), "k_norm": inputs.uniform(D), "eps": 1e-5}
+        if "places" in on:
+            cache = inputs.normal(2, B, Hk, on["places"], D)
+            made |= {"v": heads[:, :, Hq + Hk :], "keys": cache[0], "values": cache[1]}
+            made["position"] = torch.tensor([on["position"]])
+        return made
+
+    return make
+
+
+def attend(B: int, Hq: int, Hk: int, D: int, L: int, position: int, **on: Any) -> Maker:
+    """Places that are not seen hold no number."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        made: dict[str, Any] = {"q": inputs.normal(B, Hq, D), "keys": inputs.normal(B, Hk, L, D)}
+        made |= {"values": inputs.normal(B, Hk, L, on.get("Dv", D)), "position": torch.tensor([position])}
+        seen = (torch.arange(L) <= position).expand(B, L)
+        if on.get("mask"):
+            made["mask"] = torch.rand((B, L), generator=inputs.rng) < 0.6
+            seen = seen & made["mask"]
+        if on.get("window"):
+            made["window"] = on["window"]
+        if on.get("sinks"):
+            made |= {"sinks": inputs.normal(Hq), "scale": 0.3}
+        for cache in (made["keys"], made["values"]):
+            cache.masked_fill_(~seen[:, None, :, None], torch.nan)
+        return made
+
+    return make

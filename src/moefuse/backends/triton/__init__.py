@@ -18,6 +18,7 @@ DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.fl
 _OPS = (
     *("route", "gate", "plan", "grouped_linear", "grouped_outer", "linear", "glu", "combine", "experts"),
     *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
+    *("rope", "attend"),
 )
 
 
