@@ -10,12 +10,10 @@ from torch import Tensor
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
 from moefuse.types import Cache
 
-#: programs, about: two for each multiprocessor of an H200
-_PROGRAMS = 264
-#: rows of partial sums that one program is to put together, about: more take longer than they save
-_MERGED_ROWS = 192
-#: bytes of keys and values under way in a program
-_BYTES = 1 << 16
+#: programs, about: one for each multiprocessor of an H200, but no more than this for a head of keys
+_PROGRAMS, _SPLITS = 132, 16
+#: bytes of keys and values in a tile
+_BYTES = 1 << 15
 #: a window that leaves nothing out
 _EVERYTHING = 1 << 62
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -129,7 +127,8 @@ def _attend_kernel(
     begin = tl.minimum(tl.maximum(behind - window, 0), end).to(tl.int32)
     seen = end - begin
     part = tl.program_id(1)
-    size = tl.maximum((seen + tl.num_programs(1) * BLOCK_L - 1) // (tl.num_programs(1) * BLOCK_L), 1) * BLOCK_L
+    tiles = (seen + tl.num_programs(1) * BLOCK_L - 1) // (tl.num_programs(1) * BLOCK_L)
+    size = tl.maximum(tiles, 2 if seen <= 2 * BLOCK_L else 1) * BLOCK_L  # a second tile takes less than a second part
     parts = (seen + size - 1) // size
     if part < tl.maximum(parts, 1):
         first = begin + part * size
@@ -148,11 +147,12 @@ def _attend_kernel(
         for start in tl.range(first, last, BLOCK_L, num_stages=STAGES):
             live = j < last - start
             place = (start + j).to(tl.int64)
-            if mask_ptr is not None:
-                live = live & (tl.load(mask_ptr + b * mask_stride + place, mask=live, other=0) != 0)
-            # [BLOCK_L, BLOCK_D] and [BLOCK_L, BLOCK_DV]; what is not seen may be no number
+            # [BLOCK_L, BLOCK_D] and [BLOCK_L, BLOCK_DV]
             k = tl.load(k_ptrs + place[:, None] * keys_l, mask=live[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(v_ptrs + place[:, None] * values_l, mask=live[:, None] & (dv < Dv)[None, :], other=0.0)
+            if mask_ptr is not None:  # asked for together with keys and values; what is hidden may be no number
+                live = live & (tl.load(mask_ptr + b * mask_stride + place, mask=live, other=0) != 0)
+                v = tl.where(live[:, None], v, 0.0)
             logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2_E)
             logits = tl.where(live[None, :], logits, float("-inf"))
             above = tl.maximum(top, tl.max(logits, 1))
@@ -191,8 +191,8 @@ def attend(
     group, BLOCK_D, BLOCK_DV = Hq // Hk, block_of(D), block_of(Dv)
     heads = block_of(group, 1)
     row_bytes = (BLOCK_D + BLOCK_DV) * q.element_size()
-    BLOCK_L = 32 if row_bytes <= 512 else 16
-    splits = max(1, min(_PROGRAMS // (B * Hk), max(8, _MERGED_ROWS // group), 64, ceil_div(L, BLOCK_L)))
+    BLOCK_L = max(16, min(64, _BYTES // row_bytes))
+    splits = max(1, min(_PROGRAMS // (B * Hk), _SPLITS, ceil_div(L, BLOCK_L)))
     sums = torch.empty((B * Hk, splits, group, Dv), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * Hk, splits, group, 2), dtype=torch.float32, device=q.device)
     launch(
@@ -212,7 +212,7 @@ def attend(
         BLOCK_DV=BLOCK_DV,
         SPLITS=block_of(splits, 1),
         MERGED=(max(1, 8192 // (heads * BLOCK_DV)), heads),
-        STAGES=max(2, min(4, _BYTES // (BLOCK_L * row_bytes))),
+        STAGES=2,
         num_warps=4,
         launch_pdl=PDL,
     )

@@ -92,7 +92,7 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
     t = tl.arange(0, BLOCK_T)
     live = t < T
     # Who wrote the weights is not known, so their numbers must wait; the cache is filled with them meanwhile.
-    if HAS_PDL:
+    if HAS_PDL and BLOCK_T == 1:
         prefetch_rows(rows, stride_wn, FORM.row_block)
     wait()
     launch_dependents()

@@ -95,15 +95,14 @@ def linear_tile(T: int, N: int, K: int, itemsize: int, device: torch.device, for
         return Tile(2, 8, 256 if format else 32, 4, 1) if T == 1 else Tile(16, 64, 32, 4, 1)
     if T == 1 and format:
         return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
-    if T == 1:  # 16 KiB, each thread eight loads of 16 bytes
-        m = min(16, block_of(ceil_div(K * itemsize, 1024), 1))
-        return Tile(m, 16 // m, 1024 // itemsize, 4, 1)
+    if T == 1:  # 8 KiB for each warp alone, so that sums cross no warps and a thread has 16 loads of 16 bytes
+        return Tile(min(2, ceil_div(K * itemsize, 2048)), 2, 2048 // itemsize, 1, 1)
     if format:
         return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
     if itemsize == 4:
         tile = Tile(16, 32, 64, 4, 3)
     else:
-        tile = Tile(16, 32, 256, 4, 4) if N >= 32 * _SMALL_CARD else Tile(16, 16, 256, 2, 4)
+        tile = Tile(16, 32, 256, 2, 4) if N >= 32 * _SMALL_CARD else Tile(16, 16, 512, 2, 3)
     return _fitted(tile, itemsize, False, device)
 
 
