@@ -75,6 +75,25 @@ struct Plan {
   explicit operator bool() const { return static_cast<bool>(offsets); }
 };
 
+// Up to four dimensions, dense in the last; those that are missing stand first. Strides in bytes.
+struct View {
+  char* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  int64_t sizes[4] = {};
+  int64_t strides[3] = {};
+
+  char* row(int64_t i, int64_t j, int64_t k) const { return data + i * strides[0] + j * strides[1] + k * strides[2]; }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Which places of a cache are seen: [B, L] bytes, stride in bytes.
+struct Mask {
+  const uint8_t* data = nullptr;
+  int64_t stride = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
 enum class GroupScore : int { max, top2_sum };
 enum class Layout : int { halves, interleaved };
 constexpr const char* kGroupScoreNames[] = {"max", "top2_sum"};
@@ -120,6 +139,17 @@ struct Tail {
 struct Outputs {
   Output out;     // [T, H]
   Output normed;  // [T, H], written when the tail has a norm weight
+};
+
+struct Rotary {
+  View cos, sin;  // [B or 1, S, R/2]
+  Tensor q_norm, k_norm;
+  float eps;
+};
+
+struct Cache {
+  View keys, values;  // [B, Hk, L, D] and [B, Hk, L, Dv]
+  Ids position;       // one
 };
 
 void route(Tensor logits, Tensor bias, Tensor per_expert_scale, const Routing& routing, Output weights, Indices ids,
@@ -186,5 +216,13 @@ struct ExpertsGradients {
 // d [T, H] is the gradient of the weighted sum, z what `experts` wrote.
 void experts_backward(Tensor d, Tensor x, Tensor z, Tensor weights, const Stacks& stacks, const Plan& plan,
                       const Activation& activation, const ExpertsGradients& gradients, int threads);
+
+// q [B, S, Hq, D] to q_out; k to k_out, or with a cache k and v to the places from its position on that there are.
+void rope(const View& q, const View& k, const View& v, const Rotary& rotary, const Cache& cache, const View& q_out,
+          const View& k_out, int threads);
+
+// q [B, Hq, D] -> out [B, Hq, Dv]. A window of 0 leaves nothing out.
+void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float scale, int64_t window, Output out,
+            int threads);
 
 }  // namespace moefuse

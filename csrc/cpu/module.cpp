@@ -79,4 +79,6 @@ NB_MODULE(_core, m) {
   def(m, "tail_backward", tail_backward);
   def(m, "experts", experts);
   def(m, "experts_backward", experts_backward);
+  def(m, "rope", rope);
+  def(m, "attend", attend);
 }

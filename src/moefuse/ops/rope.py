@@ -75,7 +75,7 @@ def rope(
         missing = next(name for name, value in given.items() if value is None)
         raise ValueError(f"rope: v, keys, values and position come together, got no {missing}")
     cache = Cache(keys, values, position)
-    check_written(q, k, v, rotary, cache)
+    check_written(q, k, v, cache)
     return _rope(backend, q, k, v, rotary, cache)[0]
 
 
@@ -98,7 +98,7 @@ def check(q: Any, k: Any, rotary: Rotary) -> None:
     check_float64("rope", {"q": q, "cos": rotary.cos, "sin": rotary.sin, **norms})
 
 
-def check_written(q: Tensor, k: Tensor, v: Any, rotary: Rotary, cache: Cache) -> None:
+def check_written(q: Tensor, k: Tensor, v: Any, cache: Cache) -> None:
     """What is written to a cache, and the cache."""
     B, S, Hk, D = k.shape
     check_tensor("rope", "v", v, {"B": B, "S": S, "Hk": Hk, "Dv": None}, like=q)
@@ -110,8 +110,7 @@ def check_written(q: Tensor, k: Tensor, v: Any, rotary: Rotary, cache: Cache) ->
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise ValueError(f"rope: {name} must hold each element once, got strides {list(t.stride())}")
         # Keys and values may alternate in one allocation, so they are not held to each other.
-        named = {"q": q, "k": k, "v": v, "cos": rotary.cos, "sin": rotary.sin, "position": cache.position}
-        check_outputs("rope", {**named, "q_norm": rotary.q_norm, "k_norm": rotary.k_norm, name: t}, (name,))
+        check_outputs("rope", {"q": q, "k": k, "v": v, name: t}, (name,))
 
 
 def check_cache(op: str, cache: Cache, keys: dict[str, int | None], q: Tensor, Dv: int | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from moefuse import config
 from moefuse.backends.cpu import _native
+from moefuse.backends.cpu.attend import attend
 from moefuse.backends.cpu.combine import combine
 from moefuse.backends.cpu.combine_backward import combine_backward, tail_backward
 from moefuse.backends.cpu.experts import experts
@@ -19,6 +20,7 @@ from moefuse.backends.cpu.glu import glu, glu_backward
 from moefuse.backends.cpu.grouped_linear import grouped_linear
 from moefuse.backends.cpu.grouped_outer import grouped_outer
 from moefuse.backends.cpu.plan import plan
+from moefuse.backends.cpu.rope import rope
 from moefuse.backends.cpu.route import route
 from moefuse.backends.cpu.route_backward import route_backward
 
@@ -37,6 +39,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "tail_backward": tail_backward,
     "experts": experts,
     "experts_backward": experts_backward,
+    "rope": rope,
+    "attend": attend,
 }
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FORMATS = frozenset(_native.FORMATS)
