@@ -140,12 +140,14 @@ def _rotated(
     return rope(q, k, cos[..., :half], sin[..., :half], **norms, **cache), v
 
 
-def takes(module: Any, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+def takes(module: Any, hidden: Tensor, options: dict[str, Any]) -> bool:
     """Whether `attention` may stand for a module's own forward in a call without gradients."""
     if options.get("position_embeddings") is None or (module.training and getattr(module, "attention_dropout", 0.0)):
         return False
+    if torch.is_autocast_enabled(hidden.device.type):
+        return False
     weights = [weight_of(module._modules[name]) for name in _PRODUCTS]
-    return all(isinstance(weight, QuantTensor) or (weight is not None and weight.dtype == dtype) for weight in weights)
+    return all(isinstance(weight, QuantTensor) or (weight is not None and weight.dtype == hidden.dtype) for weight in weights)
 
 
 def _eager_of(module: nn.Module) -> Any:

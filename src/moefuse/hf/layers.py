@@ -42,7 +42,7 @@ class Handoff:
 
 
 def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() or torch.compiler.is_compiling() else t._version
+    return None if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if normed is None:
         normed = rms_norm(hidden, norm.weight.shape, norm.weight, eps)  # type: ignore[arg-type]
     attends = layer._modules[whole.attention]
-    if whole.rule is not None and not learns and takes(attends, hidden.dtype, kwargs):
+    if whole.rule is not None and not learns and takes(attends, hidden, kwargs):
         hidden = attention(attends, whole.rule, normed, hidden, **kwargs)
     else:
         attended, *_ = attends(hidden_states=normed, **kwargs)

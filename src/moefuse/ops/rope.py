@@ -76,7 +76,7 @@ def rope(
         raise ValueError(f"rope: v, keys, values and position come together, got no {missing}")
     cache = Cache(keys, values, position)
     check_written(q, k, v, cache)
-    return _rope(backend, q, k, v, rotary, cache)[0]
+    return _rope_out(backend, q, k, v, rotary, cache)[0]
 
 
 def check(q: Any, k: Any, rotary: Rotary) -> None:
@@ -167,8 +167,12 @@ def _write(places: Tensor, rows: Tensor, position: Tensor) -> None:
 
 
 _rope = define(
+    rope_reference, "q", fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(k.shape))
+)
+_rope_out = define(
     rope_reference,
     "q",
-    fake=lambda q, k, _v, _rotary, cache: (q.new_empty(q.shape), k.new_empty(k.shape if cache is None else 0)),
+    form="_out",
+    fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(0)),
     mutated=("keys", "values"),
 )
