@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefuse.backends.codes import sums_two
+from moefuse import types
+from moefuse.backends.codes import Table, sums_two
 from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
@@ -106,20 +107,13 @@ class Score(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-#: one row for each of `moefuse.types.SCORES`
-SCORES = {
+_SCORES = {
     "softmax": Score(lambda logits: torch.softmax(logits, dim=-1), _softmax_backward),
     "sigmoid": Score(torch.sigmoid, _sigmoid_backward),
     "sqrtsoftplus": Score(_sqrtsoftplus, _sqrtsoftplus_backward),
 }
-
-
-def _score(routing: Routing) -> Score:
-    if routing.score not in SCORES:
-        raise NotImplementedError(
-            f"reference: no kernels for the score {routing.score!r}, only for {', '.join(SCORES)}"
-        )
-    return SCORES[routing.score]
+#: one row for each of `moefuse.types.SCORES`
+SCORES = Table("reference", "score", _SCORES, types.SCORES)
 
 
 def _capped(logits: Tensor, routing: Routing) -> Tensor:
@@ -131,7 +125,7 @@ def _scores(logits: Tensor, routing: Routing) -> Tensor:
     capped = (
         logits if routing.softcap is None else _capped(logits, routing).masked_fill(logits == -torch.inf, -torch.inf)
     )
-    return _score(routing).value(capped)
+    return SCORES[routing.score].value(capped)
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -230,7 +224,7 @@ def route_backward_reference(
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-    d_logits = _score(routing).backward(d_scores, _capped(logits, routing), scores)
+    d_logits = SCORES[routing.score].backward(d_scores, _capped(logits, routing), scores)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)
