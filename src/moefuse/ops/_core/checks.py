@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import check_number
+from moefuse.types import check_int, check_number
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -87,8 +87,7 @@ def check_eps(op: str, name: str, eps: Any) -> None:
 
 
 def check_count(op: str, name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    check_int(op, name, value)
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
