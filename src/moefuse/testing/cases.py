@@ -153,14 +153,14 @@ def runnable(emulated: bool = False) -> list[tuple[str, str]]:
 
 def formats_of(backend: str) -> Collection[str]:
     """The block formats that a backend takes."""
-    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    row = backends.find(backend)
     found: Collection[str] = FORMATS if row is None else row.load().FORMATS if row.exists() else ()
     return found
 
 
 def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
     """The element types of a case that a backend has kernels for; none where it lacks a format."""
-    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    row = backends.find(backend)
     if not case.formats.issubset(formats_of(backend)):
         return ()
     return case.dtypes if row is None else tuple(dtype for dtype in case.dtypes if dtype in row.load().DTYPES)

@@ -158,7 +158,7 @@ def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
 
 def inherit(op: str, backend: str | None, saves: bool = False) -> str | None:
     """The choice to hand to a part of an op: the op's, or the environment's, where that backend has the part."""
-    row = next((row for row in backends.BACKENDS if row.name == (backend or config.backend())), None)
+    row = backends.find(backend or config.backend())
     has = row is None or (op in row.load().OPS and (row.saves() or not saves))
     return backend if has else REFERENCE
 
