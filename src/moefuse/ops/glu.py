@@ -256,7 +256,7 @@ def _backward(
     return {"gate_up": d_gate_up, "up": d_up}
 
 
-_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(lambda _, *values: values, _backward))
+_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(_backward))
 _glu_backward = define(
     glu_backward_reference,
     "gate_up",

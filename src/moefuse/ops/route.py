@@ -237,18 +237,6 @@ def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
 
 
-def _keep(
-    results: tuple[Tensor, Tensor],
-    backend: str | None,
-    logits: Tensor,
-    bias: Any,
-    scale: Tensor | None,
-    routing: Routing,
-) -> tuple[Any, ...]:
-    _, ids = results
-    return backend, logits, ids, scale, routing
-
-
 def _backward(
     needs: Mapping[str, bool],
     grads: tuple[Tensor, Tensor],
@@ -268,7 +256,7 @@ _route = define(
     route_reference,
     "logits",
     fake=lambda logits, _bias, _scale, routing: fresh_routes(logits, routing),
-    rule=Rule(_keep, _backward),
+    rule=Rule(_backward, results=("weights", "ids")),
 )
 _route_backward = define(
     route_backward_reference,
