@@ -207,9 +207,9 @@ def _capture(
 
 
 def compare(rows: list[Row]) -> None:
-    """Give each of our block and experts rows the peers' times over its own, in the same mode."""
+    """Give each of our rows that others have the like of their times over its own, in the same mode."""
     for row in rows:
-        if row.name == OURS and row.seconds and row.scope in (BLOCK, EXPERTS, TRAINING):
+        if row.name == OURS and row.seconds and row.scope != ROUTE_PLAN:
             others = (other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds)
             row.faster_than = {other.name: other.seconds / row.seconds for other in others if other.seconds}
 
