@@ -53,6 +53,11 @@ def dtype_named(name: str) -> torch.dtype | None:
     return next((dtype for dtype, names in _DTYPES.items() if plain in names), None)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")

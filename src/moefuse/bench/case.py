@@ -15,6 +15,7 @@ from moefuse.bench.run import Options, Tick, compare, measure
 from moefuse.ops._core.select import choose
 from moefuse.testing import cases
 from moefuse.testing.compare import Difference, Tolerance
+from moefuse.types import name_of
 
 _SEED = 0
 
@@ -39,7 +40,7 @@ def bench_case(case: cases.Case, options: Options, tick: Tick) -> Result:
     compare(rows)
     return Result(
         title=f"{case.id}: {case.why}",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         backend=chosen,
         command=options.command,
         machine=machine.describe(device),

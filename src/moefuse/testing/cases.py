@@ -24,7 +24,7 @@ from moefuse.testing.inputs import Inputs, Maker
 from moefuse.testing.inputs import map_tensors as map_tensors  # for those who run a case themselves
 from moefuse.testing.poison import poisoned
 from moefuse.testing.strange import FORMS, GRADIENT, Strange
-from moefuse.types import ACTIVATION_KINDS, Activation, Routing
+from moefuse.types import ACTIVATION_KINDS, Activation, Routing, name_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,7 +110,7 @@ class Outcome:
     def describe(self) -> str:
         """The failing inputs and results, for a person."""
         made = self.case.inputs(self.seed, self.dtype)
-        lines = [f"{self.case.id} on {self.backend} ({self.device}), {_short(self.dtype)}, seed {self.seed}"]
+        lines = [f"{self.case.id} on {self.backend} ({self.device}), {name_of(self.dtype)}, seed {self.seed}"]
         lines += [f"  covers: {self.case.why}"]
         lines += [f"  strange: {self.strange}"] if self.strange else []
         lines += [f"  input {name}: {_describe(value)}" for name, value in made.items() if value is not None]
@@ -118,14 +118,10 @@ class Outcome:
         return "\n".join(lines)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        return f"{_short(value.dtype)} {list(value.shape)}{strides}"
+        return f"{name_of(value.dtype)} {list(value.shape)}{strides}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
     if isinstance(value, QuantTensor):

@@ -19,6 +19,7 @@ from moefuse import backends, config
 from moefuse.backends import REFERENCE
 from moefuse.ops._core import memory
 from moefuse.quant.tensor import format_in
+from moefuse.types import name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +80,7 @@ def _rejection(row: backends.Backend, asked: _Question, by_name: bool) -> str | 
     if asked.saves and not row.saves():
         return f"its {asked.op} keeps nothing for gradients"
     if asked.dtype.is_floating_point and asked.dtype not in module.DTYPES:
-        return f"it has no {str(asked.dtype).removeprefix('torch.')} kernels"
+        return f"it has no {name_of(asked.dtype)} kernels"
     formats = [format_in(spec) for spec in asked.specs if spec is not None]
     lacking = dict.fromkeys(format for format in formats if format not in module.FORMATS)
     return f"it has no kernel for {', '.join(lacking)}" if lacking else None
