@@ -9,13 +9,22 @@ from torch import Tensor
 
 from moefuse.backends.codes import interleaved
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Stacks, Weight
+from moefuse.types import Activation, Stacks, Weight
 
 
 def gate_and_up(stack: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Gate rows and up rows of ``[E, 2 * I, ...]``."""
     I = stack.shape[1] // 2
     return (stack[:, ::2], stack[:, 1::2]) if interleaved(layout) else (stack[:, :I], stack[:, I:])
+
+
+def up_of(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, int, int]:
+    """Of dense pre-activations: where up begins, the width of a result, and how far a row's columns are apart."""
+    width = gate_up.shape[-1]
+    if up is not None or not activation.gated:
+        return gate_up if up is None else up, width, 1
+    half, flat = width // 2, gate_up.view(-1)
+    return (flat[1:], half, 2) if interleaved(layout) else (flat[half:], half, 1)
 
 
 class Rows(NamedTuple):
