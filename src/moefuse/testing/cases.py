@@ -175,7 +175,7 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
 def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     result = getattr(moefuse, op)(**inputs, backend=backend)
     if isinstance(result, moefuse.Plan):
-        return {name: getattr(result, name) for name in ("counts", "offsets", "order", "inverse")}
+        return result.tensors
     results = result if isinstance(result, tuple) else (result,)
     names = {"route": ("weights", "ids"), "gate": ("weights", "ids", "normed")}.get(op, ("out", "normed"))
     return dict(zip(names, results, strict=False))
@@ -366,11 +366,11 @@ CASES: tuple[Case, ...] = (
     Case("combine", "shared_gate", "shared expert with a gate", make.combine(5, 2, 64, "shared", "shared_gate")),
     Case("combine", "qwen3_5", "shared expert with a logit, residual",
          make.combine(5, 8, 64, "shared", "shared_logit", "residual")),
-    Case("combine", "residual_norm", "residual and the next norm", make.combine(9, 8, 96, "residual", "norm")),
+    Case("combine", "residual_norm", "residual and the next norm", make.combine(9, 8, 96, "residual", "norm_weight")),
     Case("combine", "everything", "every part at once",
-         make.combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
-    Case("combine", "one_token", "T=1", make.combine(1, 8, 128, "residual", "norm")),
-    Case("combine", "no_token", "T=0", make.combine(0, 4, 16, "shared", "shared_logit", "residual", "norm")),
+         make.combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm_weight")),
+    Case("combine", "one_token", "T=1", make.combine(1, 8, 128, "residual", "norm_weight")),
+    Case("combine", "no_token", "T=0", make.combine(0, 4, 16, "shared", "shared_logit", "residual", "norm_weight")),
     # No gradients: at T=1 that of the shared expert's gate is one sum, which may cancel to nothing.
     Case("experts", "decode", "T=1", make.experts(1, 16, 96, 64, 4, tail=True), gradients=False),
     Case("experts", "few", "few tokens, each expert a row or two", make.experts(6, 16, 64, 48, 4)),
