@@ -259,9 +259,7 @@ def define(
                 specs = value.specs if isinstance(value, Stacks) else (value.spec,)
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
-    name = reference.__name__.removesuffix("_reference")
-    select.REFERENCES[name] = reference
-    return _defined(name + form, kernel, Signature(reference, with_backend=True), fake, rule, mutated)
+    return _defined(reference, kernel, Signature(reference, with_backend=True), fake, rule, form, mutated)
 
 
 def define_kernel(
@@ -269,21 +267,22 @@ def define_kernel(
 ) -> Op[P, R]:
     """Define the op of a reference by a kernel that does more than to run what takes the reference's place: it
     allocates what that writes to, or checks what can be seen only then. The kernel's types are the schema."""
-    name = reference.__name__.removesuffix("_reference")
-    select.REFERENCES[name] = reference
-    return _defined(name, kernel, Signature(kernel), fake, rule)
+    return _defined(reference, kernel, Signature(kernel), fake, rule)
 
 
 def _defined(
-    name: str,
+    reference: Callable[..., Any],
     kernel: Kernel[P, R],
     signature: Signature,
     fake: Callable[..., Any],
     rule: Rule | None,
+    form: str = "",
     mutated: tuple[str, ...] = (),
 ) -> Op[P, R]:
-    op = Op(name, kernel, signature, mutated)
-    OPS[name] = op
+    stem = reference.__name__.removesuffix("_reference")
+    select.REFERENCES[stem] = reference
+    name = stem + form
+    OPS[name] = op = Op(name, kernel, signature, mutated)
 
     def under_the_dispatcher(*flat: Flat) -> Any:
         return kernel(*signature.rebuild(flat))  # type: ignore[call-arg]  # its own parameters, as mypy cannot see
