@@ -13,21 +13,17 @@
 namespace moefuse {
 
 // A tensor as a matrix: its last dimension, and all those before it. Absent without data.
-struct Tensor {
-  const void* data = nullptr;
+template <class Data>
+struct Matrix {
+  Data* data = nullptr;
   Dtype dtype = Dtype::f32;
   int64_t rows = 0, columns = 0;
 
   explicit operator bool() const { return data != nullptr; }
 };
 
-struct Output {
-  void* data = nullptr;
-  Dtype dtype = Dtype::f32;
-  int64_t rows = 0, columns = 0;
-
-  explicit operator bool() const { return data != nullptr; }
-};
+using Tensor = Matrix<const void>;
+using Output = Matrix<void>;
 
 // [E, N, K] with K contiguous, or in blocks along K; strides in bytes.
 struct Weight {

@@ -63,11 +63,8 @@ class Reader {
   void read(nb::handle from, GroupScore& to) { to = named<GroupScore>(from, kGroupScoreNames, "group_score", "kind"); }
   void read(nb::handle from, Layout& to) { to = named<Layout>(from, kLayoutNames, "layout", "kind"); }
 
-  void read(nb::handle from, Tensor& to) { matrix(from, to); }
-  void read(nb::handle from, Output& to) { matrix(from, to); }
-
-  template <class T>
-  void matrix(nb::handle from, T& to) {
+  template <class Data>
+  void read(nb::handle from, Matrix<Data>& to) {
     if (from.is_none()) return;
     Sizes shape(attribute<"shape">(from));
     to = {address(from), dtype(from), shape.product(shape.count() - 1), shape[-1]};

@@ -64,6 +64,14 @@ def install(package: str) -> str:
     return f"pip install '{package}{OPTIONAL[package]}'"
 
 
+def version_of(package: str) -> str | None:
+    """The version that is installed, None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _origin() -> str:
     """What pip takes to install this package again: the checkout or file it came from, else its name."""
     checkout = Path(__file__).parents[2]

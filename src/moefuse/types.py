@@ -57,9 +57,20 @@ def dtype_named(name: str) -> torch.dtype | None:
     return next((dtype for dtype, names in _DTYPES.items() if plain in names), None)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _one_of(owner: str, name: str, value: object, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ValueError(f"{owner}: {name} must be one of {', '.join(valid)}, got {value!r}")
+
+
+def check_int(owner: str, name: str, value: object) -> None:
+    """A whole number: True is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
 
 
 def check_flag(owner: str, name: str, value: object) -> None:
@@ -121,9 +132,7 @@ class Routing:
         _one_of("Routing", "score", self.score, SCORES)
         _one_of("Routing", "group_score", self.group_score, GROUP_SCORES)
         for name in ("top_k", "groups", "top_groups"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Routing: {name} must be an int, got {type(value).__name__}")
+            check_int("Routing", name, getattr(self, name))
         for name in ("renormalize", "renormalize_after_scale"):
             check_flag("Routing", name, getattr(self, name))
         check_number("Routing", "scale", self.scale)
@@ -211,8 +220,7 @@ class Plan:
             self._check()
 
     def _check(self) -> None:
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
-            raise TypeError(f"Plan: top_k must be an int, got {type(self.top_k).__name__}")
+        check_int("Plan", "top_k", self.top_k)
         for name in ("counts", "offsets", "order", "inverse"):
             value = getattr(self, name)
             if not isinstance(value, Tensor) or value.dtype != torch.int32:

@@ -489,3 +489,9 @@ STRANGE = [pytest.param(case, form, id=f"{case.id}-{form}") for case, form in st
 def test_strange_memory(case, strange, rng) -> None:
     outcome = cases.run(case, torch.float32, BACKEND, DEVICE, rng.initial_seed(), strange=strange)
     assert outcome.passed, outcome.describe()
+
+
+def test_a_layout_means_nothing_where_nothing_is_gated() -> None:
+    gate_up, relu = torch.randn(3, 5, device=DEVICE), Activation("relu", gated=False)
+    for layout in ("halves", "interleaved"):
+        assert torch.equal(moefuse.glu(gate_up, relu, layout=layout, backend=BACKEND), gate_up.relu())

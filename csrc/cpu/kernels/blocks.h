@@ -28,29 +28,6 @@ struct Panel {
   Vec offset[kUnit / 16];
 };
 
-// Group: elements that share a scale. Span: steps of four elements whose products with activations of at most 127
-// add up in 16 bits, which may wrap around on the way where a centre is taken off at the end. Centre: 0 where q is
-// int8; kOffsets where every group has an offset instead. Scales: whether groups have integer scales.
-constexpr int kOffsets = -1;
-
-template <int64_t BlockSize, int64_t BlockBytes, int Group, int Span, int Centre, bool Scales>
-struct Block {
-  static constexpr int64_t kSize = BlockSize;
-  static constexpr int64_t kBytes = BlockBytes;
-  static constexpr int kGroup = Group;
-  static constexpr int kSpan = Span;
-  static constexpr int kCentre = Centre;
-  static constexpr bool kScales = Scales;
-  static constexpr bool kSigned = Centre == 0;
-  static constexpr bool kHasOffsets = Centre == kOffsets;
-
-  // Small blocks are one chunk.
-  static constexpr int kChunks = 1;
-  static constexpr int kChunkSlices = 2;
-  static constexpr int kChunkStep = 1;  // from slice to slice
-  static constexpr int first_slice(int) { return 0; }
-};
-
 inline Bytes repeat(uint8_t x) { return Bytes{} + x; }
 inline Words words(Bytes v) { return reinterpret_cast<Words>(v); }
 inline Bytes bytes(Words v) { return reinterpret_cast<Bytes>(v); }
@@ -126,6 +103,34 @@ struct Slices {
 
 inline Vec load_halves(const char* const* rows, int64_t at) { return from_f16(load_fields<uint16_t>(rows, at)); }
 
+// Group: elements that share a scale. Span: steps of four elements whose products with activations of at most 127
+// add up in 16 bits, which may wrap around on the way where a centre is taken off at the end. Centre: 0 where q is
+// int8; kOffsets where every group has an offset instead. Scales: whether groups have integer scales.
+constexpr int kOffsets = -1;
+
+template <int64_t BlockSize, int64_t BlockBytes, int Group, int Span, int Centre, bool Scales>
+struct Block {
+  static constexpr int64_t kSize = BlockSize;
+  static constexpr int64_t kBytes = BlockBytes;
+  static constexpr int kGroup = Group;
+  static constexpr int kSpan = Span;
+  static constexpr int kCentre = Centre;
+  static constexpr bool kScales = Scales;
+  static constexpr bool kSigned = Centre == 0;
+  static constexpr bool kHasOffsets = Centre == kOffsets;
+
+  // Small blocks begin with d and then their offset, and are one chunk.
+  template <class Source>
+  static void head(Source& from, int64_t at, Numbers to) {
+    to.d[0] = load_halves(from.rows, at);
+    if constexpr (kHasOffsets) to.offset[0] = load_halves(from.rows, at + 2);
+  }
+  static constexpr int kChunks = 1;
+  static constexpr int kChunkSlices = 2;
+  static constexpr int kChunkStep = 1;  // from slice to slice
+  static constexpr int first_slice(int) { return 0; }
+};
+
 // 16 bytes of each row: elements 0 to 15 of a group of 32 in the low nibbles, 16 to 31 in the high ones.
 template <class Source>
 inline void load_nibbles(Source& from, int64_t at, Bytes* q) {
@@ -139,10 +144,6 @@ inline void load_nibbles(Source& from, int64_t at, Bytes* q) {
 }
 
 struct Q4_0 : Block<32, 18, 32, 8, 8, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 2, q);
@@ -150,11 +151,6 @@ struct Q4_0 : Block<32, 18, 32, 8, 8, false> {
 };
 
 struct Q4_1 : Block<32, 20, 32, 8, kOffsets, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-    to.offset[0] = load_halves(from.rows, at + 2);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 4, q);
@@ -162,10 +158,6 @@ struct Q4_1 : Block<32, 20, 32, 8, kOffsets, false> {
 };
 
 struct Q5_0 : Block<32, 22, 32, 8, 16, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 6, q);
@@ -174,11 +166,6 @@ struct Q5_0 : Block<32, 22, 32, 8, 16, false> {
 };
 
 struct Q5_1 : Block<32, 24, 32, 4, kOffsets, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-    to.offset[0] = load_halves(from.rows, at + 2);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 8, q);
@@ -187,10 +174,6 @@ struct Q5_1 : Block<32, 24, 32, 4, kOffsets, false> {
 };
 
 struct Q8_0 : Block<32, 34, 32, 1, 0, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     from.load(at + 2, q);
@@ -208,10 +191,6 @@ inline void load_non_linear(Source& from, int64_t at, Bytes* q) {
 }
 
 struct IQ4_NL : Block<32, 18, 32, 1, 0, false> {
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-  }
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_non_linear(from, at + 2, q);
@@ -256,31 +235,30 @@ struct MXFP4 : Block<32, 17, 32, 8, 12, false> {
   }
 };
 
-// The head that Q4_K and Q5_K share: d and dmin, then eight 6-bit scales and eight 6-bit mins in 12 bytes.
-template <class Source>
-inline void load_scales_and_mins(Source& from, int64_t at, Numbers to) {
-  Bytes head[4];
-  from.load_head(at, head);
-  to.d[0] = from_f16(words(head[0]));
-  Vec dmin = from_f16(words(head[0]) >> 16) * splat(-1);
-  Bytes scales[2] = {head[1] & repeat(0x3f), (head[3] & repeat(0x0f)) | bits<2>(head[1], 0x30)};
-  Bytes mins[2] = {head[2] & repeat(0x3f), bits<4>(head[3], 0x0f) | bits<2>(head[2], 0x30)};
-#pragma GCC unroll 8
-  for (int g = 0; g < 8; ++g) {
-    to.scale[g] = byte_in_halves(words(scales[g / 4]), g % 4);
-    to.offset[g] = dmin * to_float((words(mins[g / 4]) >> (8 * (g % 4))) & 0xffu);
-  }
-}
-
-struct Q4_K : Block<256, 144, 32, 8, kOffsets, true> {
+// What Q4_K and Q5_K share: d and dmin, then eight 6-bit scales and eight 6-bit mins in 12 bytes; chunks of two groups.
+template <int64_t BlockBytes, int Span>
+struct ScalesAndMins : Block<256, BlockBytes, 32, Span, kOffsets, true> {
   static constexpr int kChunks = 4;
   static constexpr int kChunkSlices = 4;
   static constexpr int first_slice(int c) { return 4 * c; }
 
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    load_scales_and_mins(from, at, to);
+    Bytes head[4];
+    from.load_head(at, head);
+    to.d[0] = from_f16(words(head[0]));
+    Vec dmin = from_f16(words(head[0]) >> 16) * splat(-1);
+    Bytes scales[2] = {head[1] & repeat(0x3f), (head[3] & repeat(0x0f)) | bits<2>(head[1], 0x30)};
+    Bytes mins[2] = {head[2] & repeat(0x3f), bits<4>(head[3], 0x0f) | bits<2>(head[2], 0x30)};
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+      to.scale[g] = byte_in_halves(words(scales[g / 4]), g % 4);
+      to.offset[g] = dmin * to_float((words(mins[g / 4]) >> (8 * (g % 4))) & 0xffu);
+    }
   }
+};
+
+struct Q4_K : ScalesAndMins<144, 8> {
   // Groups 2 C and 2 C + 1: the low and the high nibbles of 32 bytes.
   template <int C, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
@@ -297,15 +275,7 @@ struct Q4_K : Block<256, 144, 32, 8, kOffsets, true> {
   }
 };
 
-struct Q5_K : Block<256, 176, 32, 4, kOffsets, true> {
-  static constexpr int kChunks = 4;
-  static constexpr int kChunkSlices = 4;
-  static constexpr int first_slice(int c) { return 4 * c; }
-
-  template <class Source>
-  static void head(Source& from, int64_t at, Numbers to) {
-    load_scales_and_mins(from, at, to);
-  }
+struct Q5_K : ScalesAndMins<176, 4> {
   // As in Q4_K; the fifth bits of the two groups are those two bits of 32 bytes of their own.
   template <int C, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
@@ -323,12 +293,16 @@ struct Q5_K : Block<256, 176, 32, 4, kOffsets, true> {
   }
 };
 
-struct Q6_K : Block<256, 210, 16, 4, 32, true> {
+// What Q6_K, Q2_K and Q3_K share: a chunk is 16 of each group of 32 in half of the block.
+template <int64_t BlockBytes, int Centre>
+struct Groups16 : Block<256, BlockBytes, 16, 4, Centre, true> {
   static constexpr int kChunks = 4;
   static constexpr int kChunkSlices = 4;
   static constexpr int kChunkStep = 2;
   static constexpr int first_slice(int c) { return 8 * (c / 2) + c % 2; }
+};
 
+struct Q6_K : Groups16<210, 32> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
     to.d[0] = load_halves(from.rows, at + 208);
@@ -337,7 +311,6 @@ struct Q6_K : Block<256, 210, 16, 4, 32, true> {
 #pragma GCC unroll 16
     for (int g = 0; g < 16; ++g) to.scale[g] = signed_byte_in_halves(words(scales[g / 4]), g % 4);
   }
-  // 16 of each group of 32 in half of the block.
   template <int C, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     constexpr int64_t kHalf = C / 2, kLine = C % 2 * 16;
@@ -369,12 +342,7 @@ inline void load_crumbs(Source& from, int64_t at, Bytes* q) {
   }
 }
 
-struct Q2_K : Block<256, 84, 16, 4, kOffsets, true> {
-  static constexpr int kChunks = 4;
-  static constexpr int kChunkSlices = 4;
-  static constexpr int kChunkStep = 2;
-  static constexpr int first_slice(int c) { return 8 * (c / 2) + c % 2; }
-
+struct Q2_K : Groups16<84, kOffsets> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
     to.d[0] = load_halves(from.rows, at + 80);
@@ -394,12 +362,7 @@ struct Q2_K : Block<256, 84, 16, 4, kOffsets, true> {
   }
 };
 
-struct Q3_K : Block<256, 110, 16, 4, 4, true> {
-  static constexpr int kChunks = 4;
-  static constexpr int kChunkSlices = 4;
-  static constexpr int kChunkStep = 2;
-  static constexpr int first_slice(int c) { return 8 * (c / 2) + c % 2; }
-
+struct Q3_K : Groups16<110, 4> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
     to.d[0] = load_halves(from.rows, at + 108);

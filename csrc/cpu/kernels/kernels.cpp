@@ -146,22 +146,6 @@ void axpy(float scale, Dtype dtype, const void* x, float* acc, int64_t n) {
   }
 }
 
-float sum_squares(const float* x, int64_t n) {
-  Vec acc[4] = {zero(), zero(), zero(), zero()};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (int j = 0; j < 4; ++j) {
-      Vec v = load(x + i + j * kLanes);
-      acc[j] = fma(v, v, acc[j]);
-    }
-  }
-  float sums[4];
-  sum4(acc, sums);
-  float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  for (; i < n; ++i) total = madd(x[i], x[i], total);
-  return total;
-}
-
 float dot(const float* x, const float* y, int64_t n) {
   Vec acc[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
@@ -234,7 +218,6 @@ extern const Kernels kKernels = {
     decode,
     encode,
     axpy,
-    sum_squares,
     activate,
     scores,
     outer,

@@ -74,7 +74,6 @@ struct Kernels {
   void (*decode)(Dtype dtype, const void* x, float* out, int64_t n);
   void (*encode)(const float* x, Dtype dtype, void* out, int64_t n);
   void (*axpy)(float scale, Dtype dtype, const void* x, float* acc, int64_t n);  // acc += scale * x
-  float (*sum_squares)(const float* x, int64_t n);
   // Neither `activate` nor `scores` works in place.
   void (*activate)(const Activation& act, const float* gate, const float* up, float* out, int64_t n);
   void (*scores)(Score score, const float* logits, float* out, int64_t n);

@@ -100,30 +100,27 @@ inline Shorts signed_byte_in_halves(Words v, int i) {
   return reinterpret_cast<Shorts>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(v), from)) >> 8;
 }
 
+// out[j]: the 16 bytes at rows[j] + at and the 16 at rows[j + 4] + at.
+template <class V>
+inline void load_slices(const char* const* rows, int64_t at, V* out) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + at));
+    __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j + 4] + at));
+    out[j] = reinterpret_cast<V>(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+  }
+}
+
 // out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
 inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
   __m256i v[4];
-  for (int l = 0; l < 4; ++l) {
-    __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l] + at));
-    __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l + 4] + at));
-    v[l] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-  }
+  load_slices(rows, at, v);
   __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
   __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
   out[0] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(a, b));
   out[1] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(a, b));
   out[2] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(c, d));
   out[3] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(c, d));
-}
-
-// out[j]: the 16 bytes at rows[j] + at and the 16 at rows[j + 4] + at.
-inline void load_slices(const char* const* rows, int64_t at, Bytes* out) {
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + at));
-    __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j + 4] + at));
-    out[j] = reinterpret_cast<Bytes>(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
-  }
 }
 
 // out[4s + j]: 0xff for each set bit among bits 16 s to 16 s + 15 of the 32 at rows[j] + at, then at rows[j + 4] + at.

@@ -27,7 +27,7 @@ void tail_backward(Tensor d_out, Tensor d_normed, Tensor total, const Tail& tail
     if (normed) {
       k.decode(total.dtype, row_of(total, t, H), other, H);
       k.decode(d_normed.dtype, row_of(d_normed, t, H), through, H);
-      inverse_rms[t] = 1 / std::sqrt(k.sum_squares(other, H) / static_cast<float>(H) + tail.eps);
+      inverse_rms[t] = inverse_rms_of(other, tail.eps, H);
       norm_backward(other, norm_weight, inverse_rms[t], H, through);
       for (int64_t h = 0; h < H; ++h) d[h] += through[h];
       k.encode(d, gradients.sum.dtype, row_of(gradients.sum, t, H), H);

@@ -111,11 +111,8 @@ class Layer {
       ws.w[n] = gate_row(c.expert, c.column + n);
       if (gated_) ws.w[c.columns + n] = up_row(c.expert, c.column + n);
     }
-    const char* ahead = nullptr;
-    if (next >= 0) {
-      Cell after = up_grid_.cell(next);
-      ahead = gate_row(after.expert, after.column);
-    }
+    Cell after = next < 0 ? c : up_grid_.cell(next);
+    const char* ahead = next < 0 ? nullptr : gate_row(after.expert, after.column);
     if (up_x_.format == x_.format) {
       x_.format->dots({ws.a, ws.w, c.rows, width, H_, ws.z, width, ahead});
     } else {
@@ -149,11 +146,8 @@ class Layer {
     Cell c = down_grid_.cell(task);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = hidden_.row(c.row + m);
     for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(a_.stacks.down, c.expert, c.column + n);
-    const char* ahead = nullptr;
-    if (next >= 0) {
-      Cell after = down_grid_.cell(next);
-      ahead = row_of(a_.stacks.down, after.expert, after.column);
-    }
+    Cell after = next < 0 ? c : down_grid_.cell(next);
+    const char* ahead = next < 0 ? nullptr : row_of(a_.stacks.down, after.expert, after.column);
     hidden_.format->dots({ws.a, ws.w, c.rows, c.columns, I_, ws.z, c.columns, ahead});
 
     float biases[kMaxColumns] = {};

@@ -119,10 +119,7 @@ class Backward {
     int64_t width = std::min(kPanelColumns, I_ - column);
     PanelBuffers& own = buffers_[worker];
     if (needs_g_) {
-      PanelRows rows;
-      rows.dtype = a_.d.dtype;
-      rows.count = panel.rows;
-      for (int64_t m = 0; m < panel.rows; ++m) rows.a[m] = row_of(a_.d, token(panel.row + m), H_);
+      PanelRows rows(a_.d.dtype, panel, [&](int64_t p) { return row_of(a_.d, token(p), H_); });
       const Weight& down = a_.stacks.down;
       multiply_transposed(rows, H_, [&](int64_t row) { return row_of(down, panel.expert, row); }, down.dtype(), column,
                           width, own);
@@ -205,7 +202,7 @@ class Backward {
     }
   }
 
-  struct Matrix {
+  struct Floats {
     const float* data;
     int64_t pitch;
   };
@@ -217,14 +214,14 @@ class Backward {
     int64_t n = std::min(kOuterRows, rows_ - first);
     if (d_stack_row(expert, first) == nullptr && d_stack_row(expert, first + n - 1) == nullptr) return;
     float* strip = buffers_[worker].strip;
-    auto left = [&](int64_t p, int64_t) { return Matrix{d_z_ + p * rows_ + first, rows_}; };
+    auto left = [&](int64_t p, int64_t) { return Floats{d_z_ + p * rows_ + first, rows_}; };
     auto right = [&](int64_t p, int64_t count, int64_t column, int64_t columns) {
       for (int64_t i = 0; i < count; ++i) {
         const char* from = row_of(a_.x, token(p + i), H_) + column * size_of(a_.x.dtype);
         kernels().decode(a_.x.dtype, from, strip + i * kPanelColumns, columns);
         std::fill(strip + i * kPanelColumns + columns, strip + i * kPanelColumns + round_up(columns, kChunk), 0.0f);
       }
-      return Matrix{strip, kPanelColumns};
+      return Floats{strip, kPanelColumns};
     };
     Dtype dtype = to_.gate_up ? to_.gate_up.dtype : to_.up.dtype;
     outer(expert, n, H_, dtype, worker, left, right, [&](int64_t i) { return d_stack_row(expert, first + i); });
@@ -241,10 +238,10 @@ class Backward {
         const char* from = row_of(a_.d, token(p + i), H_) + first * size_of(a_.d.dtype);
         kernels().decode(a_.d.dtype, from, panel + i * kOuterRows, n);
       }
-      return Matrix{panel, kOuterRows};
+      return Floats{panel, kOuterRows};
     };
     auto right = [&](int64_t p, int64_t, int64_t column, int64_t) {
-      return Matrix{hidden_ + p * ldh_ + column, ldh_};
+      return Floats{hidden_ + p * ldh_ + column, ldh_};
     };
     outer(expert, n, I_, to_.down.dtype, worker, left, right,
           [&](int64_t i) { return row_of(to_.down, expert * H_ + first + i, I_); });
@@ -279,12 +276,7 @@ class Backward {
   void input(const Panel& panel, int64_t first, int64_t column, int64_t end, int worker) {
     PanelBuffers& own = buffers_[worker];
     int64_t width = std::min(kPanelColumns, end - column);
-    PanelRows rows;
-    rows.dtype = Dtype::f32;
-    rows.count = panel.rows;
-    for (int64_t m = 0; m < panel.rows; ++m) {
-      rows.a[m] = reinterpret_cast<const char*>(d_z_ + (panel.row + m) * rows_);
-    }
+    PanelRows rows(Dtype::f32, panel, [&](int64_t p) { return reinterpret_cast<const char*>(d_z_ + p * rows_); });
     multiply_transposed(rows, rows_, [&](int64_t row) { return stack_row(panel.expert, row); },
                         a_.stacks.gate_up.dtype(), column, width, own);
     for (int64_t m = 0; m < panel.rows; ++m) {

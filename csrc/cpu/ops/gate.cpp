@@ -29,24 +29,10 @@ void gate(Tensor x, const Router& router, const Routing& routing, Output weights
 
   int32_t offsets[2] = {0, static_cast<int32_t>(T)};
   Grid grid({offsets, 2}, E, 1, H, *packed.format, packed.format->pack_unit, threads);
-  auto product = [&](int64_t task, int64_t next, int) {
-    Workspace ws;
-    Cell c = grid.cell(task);
-    for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = packed.row(c.row + m);
-    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(weight, 0, c.column + n);
-    const char* ahead = next < 0 ? nullptr : row_of(weight, 0, grid.cell(next).column);
-    float* z = logits + c.row * E + c.column;
-    packed.format->dots({ws.a, ws.w, c.rows, c.columns, H, z, E, ahead});
-    for (int64_t n = 0; router.logit_bias && n < c.columns; ++n) {
-      float b = element(router.logit_bias, c.column + n);
-      for (int64_t m = 0; m < c.rows; ++m) z[m * E + n] += b;
-    }
-  };
-
   auto select = [&](int64_t t, int64_t, int) {
     through.row(logits + t * E, static_cast<float*>(weights.data) + t * top_k, ids.data + t * top_k);
   };
-  run_phases({{T, norm}, {grid.tasks(), product}, {T, select}}, threads);
+  run_phases({{T, norm}, router_phase(router, packed, grid, logits), {T, select}}, threads);
   trim_scratch();
 }
 

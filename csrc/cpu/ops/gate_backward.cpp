@@ -1,6 +1,5 @@
 // gate_backward: from the routing's gradient to router weight, norm and x.
 #include <algorithm>
-#include <cmath>
 
 #include "ops/grouped.h"
 #include "ops/norm.h"
@@ -38,7 +37,7 @@ void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& ro
     k.decode(x.dtype, row_of(x, t, H), row, H);
     std::fill(row + H, row + pitch, 0.0f);
     if (router.norm_weight) {
-      inverse_rms[t] = 1 / std::sqrt(k.sum_squares(row, H) / static_cast<float>(H) + router.eps);
+      inverse_rms[t] = inverse_rms_of(row, router.eps, H);
       for (int64_t h = 0; h < H; ++h) row[h] = row[h] * inverse_rms[t] * norm_weight[h];
     }
     packed.format->pack(Dtype::f32, row, H, packed.padded(), packed.row(t));
@@ -46,19 +45,6 @@ void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& ro
 
   int32_t offsets[2] = {0, static_cast<int32_t>(T)};
   Grid grid({offsets, 2}, E, 1, H, *packed.format, packed.format->pack_unit, threads);
-  auto product = [&](int64_t task, int64_t, int) {
-    Workspace ws;
-    Cell c = grid.cell(task);
-    for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = packed.row(c.row + m);
-    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(weight, 0, c.column + n);
-    float* z = logits + c.row * E + c.column;
-    packed.format->dots({ws.a, ws.w, c.rows, c.columns, H, z, E, nullptr});
-    for (int64_t n = 0; router.logit_bias && n < c.columns; ++n) {
-      float b = element(router.logit_bias, c.column + n);
-      for (int64_t m = 0; m < c.rows; ++m) z[m * E + n] += b;
-    }
-  };
-
   auto route = [&](int64_t t, int64_t, int) {
     float g[kMaxTopK];
     k.decode(d_weights.dtype, row_of(d_weights, t, top_k), g, top_k);
@@ -90,12 +76,7 @@ void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& ro
     const Panel& panel = panels[static_cast<size_t>(task / strips)];
     int64_t column = task % strips * kPanelColumns;
     int64_t width = std::min(kPanelColumns, H - column);
-    PanelRows rows;
-    rows.dtype = Dtype::f32;
-    rows.count = panel.rows;
-    for (int64_t m = 0; m < panel.rows; ++m) {
-      rows.a[m] = reinterpret_cast<const char*>(d_logits + (panel.row + m) * E);
-    }
+    PanelRows rows(Dtype::f32, panel, [&](int64_t t) { return reinterpret_cast<const char*>(d_logits + t * E); });
     multiply_transposed(rows, E, [&](int64_t e) { return row_of(weight, 0, e); }, weight.dtype(), column, width,
                         buffers[worker]);
     for (int64_t m = 0; m < panel.rows; ++m) {
@@ -124,7 +105,7 @@ void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& ro
 
   bool wants_norm = gradients.x && router.norm_weight;
   run_phases({{T, norm},
-              {grid.tasks(), product},
+              router_phase(router, packed, grid, logits),
               {T, route},
               {gradients.weight ? tiles * strips : 0, outer},
               {gradients.x ? static_cast<int64_t>(panels.size()) * strips : 0, input},

@@ -22,6 +22,23 @@ Phase pack_phase(Tensor x, int64_t rows, const Packed& packed) {
           }};
 }
 
+Phase router_phase(const Router& router, const Packed& packed, const Grid& grid, float* logits) {
+  return {grid.tasks(), [&, logits](int64_t task, int64_t next, int) {
+            int64_t E = router.weight.N;
+            Workspace ws;
+            Cell c = grid.cell(task);
+            for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = packed.row(c.row + m);
+            for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(router.weight, 0, c.column + n);
+            const char* ahead = next < 0 ? nullptr : row_of(router.weight, 0, grid.cell(next).column);
+            float* z = logits + c.row * E + c.column;
+            packed.format->dots({ws.a, ws.w, c.rows, c.columns, packed.columns, z, E, ahead});
+            for (int64_t n = 0; router.logit_bias && n < c.columns; ++n) {
+              float b = element(router.logit_bias, c.column + n);
+              for (int64_t m = 0; m < c.rows; ++m) z[m * E + n] += b;
+            }
+          }};
+}
+
 Grid::Grid(Indices offsets, int64_t N, int64_t weight_rows, int64_t K, const Format& format, int64_t unit, int threads)
     : N_(N) {
   int64_t row_tiles = 0;

@@ -74,6 +74,9 @@ class Grid {
   int64_t rows_ = 0;
 };
 
+// A phase that makes logits [T, E] of packed rows [T, H], which `grid` cuts into tasks.
+Phase router_phase(const Router& router, const Packed& packed, const Grid& grid, float* logits);
+
 // What one task works in, on its own stack.
 struct Workspace {
   const char* a[kMaxRows];

@@ -56,10 +56,7 @@ void by_columns(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, P
     const Panel& panel = panels[static_cast<size_t>(task / columns)];
     int64_t column = task % columns * kPanelColumns;
     int64_t width = std::min(kPanelColumns, N - column);
-    PanelRows rows;
-    rows.dtype = x.dtype;
-    rows.count = panel.rows;
-    for (int64_t m = 0; m < panel.rows; ++m) rows.a[m] = row_of(x, positions.x(panel.row + m), K);
+    PanelRows rows(x.dtype, panel, [&](int64_t p) { return row_of(x, positions.x(p), K); });
     PanelBuffers& own = all[worker];
     multiply_transposed(rows, K, [&](int64_t row) { return row_of(weight, panel.expert, row); }, weight.dtype(),
                         column, width, own);

@@ -7,10 +7,14 @@
 
 namespace moefuse {
 
+float inverse_rms_of(const float* x, float eps, int64_t H) {
+  return 1 / std::sqrt(kernels().dot(x, x, H) / static_cast<float>(H) + eps);
+}
+
 void rms_norm(const float* x, Tensor weight, float eps, int64_t H, float* out) {
   constexpr int64_t kStrip = 256;
   const Kernels& k = kernels();
-  float scale = 1 / std::sqrt(k.sum_squares(x, H) / static_cast<float>(H) + eps);
+  float scale = inverse_rms_of(x, eps, H);
   for (int64_t i = 0; i < H; i += kStrip) {
     float w[kStrip];
     int64_t n = std::min(kStrip, H - i);

@@ -5,6 +5,9 @@
 
 namespace moefuse {
 
+// rsqrt(mean(x^2) + eps).
+float inverse_rms_of(const float* x, float eps, int64_t H);
+
 // x * rsqrt(mean(x^2) + eps) * weight; out may be x.
 void rms_norm(const float* x, Tensor weight, float eps, int64_t H, float* out);
 

@@ -14,12 +14,6 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-std::vector<float> decoded(Tensor x, int64_t n) {
-  std::vector<float> out(x ? static_cast<size_t>(n) : 0);
-  if (x) kernels().decode(x.dtype, x.data, out.data(), n);
-  return out;
-}
-
 bool fails_closed(const float* x, int64_t n) {
   bool bad = false;
   for (int64_t i = 0; i < n; ++i) bad |= !(x[i] < kInf);
@@ -54,6 +48,16 @@ void renormalize(double* weights, int64_t n, double floor) {
 }
 
 }  // namespace
+
+std::vector<float> decoded(Tensor x, int64_t n) {
+  std::vector<float> out(x ? static_cast<size_t>(n) : 0);
+  if (x) kernels().decode(x.dtype, x.data, out.data(), n);
+  return out;
+}
+
+float softcapped(float logit, float softcap) {
+  return logit == -kInf ? -kInf : static_cast<float>(softcap * std::tanh(static_cast<double>(logit) / softcap));
+}
 
 ExactScores::ExactScores(Score score, const float* logits, const float* scores, int64_t E)
     : score_(score), logits_(logits) {
@@ -115,12 +119,7 @@ void RowRouter::row(const float* logits, float* weights, int32_t* ids) const {
     float keys[kMaxExperts], scores[kMaxExperts], capped[kMaxExperts];
     const float* scored = logits;
     if (r_.softcap > 0) {
-      for (int64_t e = 0; e < E_; ++e) {
-        // A masked expert stays masked: it has no part in the softmax either.
-        capped[e] = logits[e] == -kInf
-                        ? -kInf
-                        : static_cast<float>(r_.softcap * std::tanh(static_cast<double>(logits[e]) / r_.softcap));
-      }
+      for (int64_t e = 0; e < E_; ++e) capped[e] = softcapped(logits[e], r_.softcap);
       scored = capped;
     }
     kernels().scores(r_.score, scored, scores, E_);

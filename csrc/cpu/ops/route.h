@@ -11,6 +11,12 @@ namespace moefuse {
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 64;
 
+// n numbers; none where the tensor is absent.
+std::vector<float> decoded(Tensor x, int64_t n);
+
+// A masked expert stays masked: it has no part in the softmax either.
+float softcapped(float logit, float softcap);
+
 // Scores of single experts in double, where float scores would have underflowed before they are divided by their sum.
 class ExactScores {
  public:

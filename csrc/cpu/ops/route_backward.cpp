@@ -29,20 +29,15 @@ void through_divisor(double* grad, const double* values, int64_t n, double floor
 
 }  // namespace
 
-RowRouterBackward::RowRouterBackward(Tensor per_expert_scale, int64_t E, const Routing& routing) : r_(routing), E_(E) {
-  if (!per_expert_scale) return;
-  scale_.resize(static_cast<size_t>(E));
-  kernels().decode(per_expert_scale.dtype, per_expert_scale.data, scale_.data(), E);
-}
+RowRouterBackward::RowRouterBackward(Tensor per_expert_scale, int64_t E, const Routing& routing)
+    : r_(routing), E_(E), scale_(decoded(per_expert_scale, E)) {}
 
 void RowRouterBackward::row(const float* logits, const int32_t* ids, const float* grad, float* d_logits,
                             float* d_scale) const {
   float capped[kMaxExperts], scores[kMaxExperts];
   for (int64_t e = 0; e < E_; ++e) {
     capped[e] = std::isfinite(logits[e]) ? logits[e] : -kInf;
-    if (r_.softcap > 0 && capped[e] > -kInf) {
-      capped[e] = static_cast<float>(r_.softcap * std::tanh(static_cast<double>(capped[e]) / r_.softcap));
-    }
+    if (r_.softcap > 0) capped[e] = softcapped(capped[e], r_.softcap);
   }
   kernels().scores(r_.score, capped, scores, E_);
   ExactScores exact(r_.score, capped, scores, E_);

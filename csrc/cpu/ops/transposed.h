@@ -22,10 +22,23 @@ struct PanelBuffers {
 // `PanelBuffers` of every worker, in this thread's scratch.
 PanelBuffers* panel_buffers(int threads);
 
+// At most kPanelRows positions, all of one expert.
+struct Panel {
+  int64_t expert, row, rows;
+};
+
+std::vector<Panel> panels_of(Indices offsets);
+
+// Where the rows of a panel begin; `row_at(p)` says it of position p.
 struct PanelRows {
   const char* a[kPanelRows];
   Dtype dtype;
   int64_t count;
+
+  template <class RowAt>
+  PanelRows(Dtype dtype_, const Panel& panel, RowAt row_at) : dtype(dtype_), count(panel.rows) {
+    for (int64_t m = 0; m < count; ++m) a[m] = row_at(panel.row + m);
+  }
 };
 
 // acc = rows times columns [column, column + width) of weight rows 0 to K; `weight_row(k)` is where row k begins.
@@ -73,12 +86,5 @@ void multiply_transposed(const PanelRows& rows, int64_t K, WeightRow weight_row,
     }
   }
 }
-
-// At most kPanelRows positions, all of one expert.
-struct Panel {
-  int64_t expert, row, rows;
-};
-
-std::vector<Panel> panels_of(Indices offsets);
 
 }  // namespace moefuse

@@ -18,8 +18,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+#: every op that a backend may have a function for
+_OPS = (
+    *("route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts"),
+    *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
+    *("linear", "rope", "attend"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,23 @@ class Backend:
 
 BACKENDS: tuple[Backend, ...] = (Backend("cpu", ("cpu",)), Backend("triton", ("cuda",)), Backend("metal", ("mps",)))
 REFERENCE = "reference"
+
+
+def functions_in(package: str) -> dict[str, Callable[..., Any]]:
+    """The ops of a backend, each from the module of its own name, or of the op whose gradient it is a part of."""
+    found: dict[str, Callable[..., Any]] = {}
+    for op in _OPS:
+        homes = (f"{package}.{stem}" for stem in (op, op.removesuffix("_backward"), op.replace("tail_", "combine_")))
+        modules = (importlib.import_module(home) for home in homes if importlib.util.find_spec(home))
+        run = next((getattr(module, op) for module in modules if hasattr(module, op)), None)
+        if run is not None:
+            found[op] = run
+    return found
+
+
+def find(name: str | None) -> Backend | None:
+    """The row of a name; None for the reference, which has none."""
+    return next((row for row in BACKENDS if row.name == name), None)
 
 
 def names() -> tuple[str, ...]:

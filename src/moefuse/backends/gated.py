@@ -1,10 +1,15 @@
-"""Where the gate and the up rows of a stack lie: views, for the backends whose kernels take the two apart."""
+"""Weights as kernels take them: gate rows and up rows as views, wherever they lie in their stacks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from moefuse.backends.codes import interleaved
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Activation, Stacks, Weight
 
 
 def gate_and_up(stack: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -13,8 +18,52 @@ def gate_and_up(stack: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return (stack[:, ::2], stack[:, 1::2]) if interleaved(layout) else (stack[:, :I], stack[:, I:])
 
 
-def up_biases(bias: Tensor | None, apart: bool, layout: str, gated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of gate rows and of up rows; of rows in stacks ``apart`` they lie in halves."""
-    if bias is None or not gated:
-        return bias, bias
-    return gate_and_up(bias, "halves" if apart else layout)
+def up_of(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, int, int]:
+    """Of dense pre-activations: where up begins, the width of a result, and how far a row's columns are apart."""
+    width = gate_up.shape[-1]
+    if up is not None or not activation.gated:
+        return gate_up if up is None else up, width, 1
+    half, flat = width // 2, gate_up.view(-1)
+    return (flat[1:], half, 2) if interleaved(layout) else (flat[half:], half, 1)
+
+
+class Rows(NamedTuple):
+    """Numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format."""
+
+    data: Tensor
+    format: str = ""
+
+    @classmethod
+    def of(cls, weight: Weight) -> Rows:
+        return cls(weight.blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
+
+
+class Weights(NamedTuple):
+    """What a grouped product multiplies by: gate (or only) rows and up rows, the same where nothing is gated.
+
+    ``layout`` is that of the columns before the activation.
+    """
+
+    w: Rows
+    u: Rows
+    bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    layout: str = "halves"
+
+    @classmethod
+    def of(cls, weight: Weight, bias: Tensor | None = None, rows_of: Callable[[Weight], Rows] = Rows.of) -> Weights:
+        rows = rows_of(weight)
+        return cls(rows, rows, bias)
+
+    @classmethod
+    def of_gate_up(cls, stacks: Stacks, gated: bool, rows_of: Callable[[Weight], Rows] = Rows.of) -> Weights:
+        """Those of the up product. Where gate and up come apart, their biases lie in halves."""
+        w = u = rows_of(stacks.gate_up)
+        bias = up_bias = stacks.gate_up_bias
+        if gated and stacks.up is not None:
+            u = rows_of(stacks.up)
+        elif gated:
+            w, u = (Rows(data, w.format) for data in gate_and_up(w.data, stacks.layout))
+        if gated and bias is not None:
+            bias, up_bias = gate_and_up(bias, stacks.layout if stacks.up is None else "halves")
+        return cls(w, u, bias, up_bias, stacks.layout)

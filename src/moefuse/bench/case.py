@@ -11,10 +11,11 @@ from moefuse.backends import REFERENCE
 from moefuse.bench import machine
 from moefuse.bench.contestants import Contestant
 from moefuse.bench.result import OURS, Result
-from moefuse.bench.run import Options, Tick, measure
+from moefuse.bench.run import Options, Tick, compare, measure
 from moefuse.ops._core.select import choose
 from moefuse.testing import cases
 from moefuse.testing.compare import Difference, Tolerance
+from moefuse.types import name_of
 
 _SEED = 0
 
@@ -36,12 +37,10 @@ def bench_case(case: cases.Case, options: Options, tick: Tick) -> Result:
     field = [_contestant(case, backend, options) for backend in dict.fromkeys((chosen, REFERENCE))]
     with torch.no_grad():
         rows, _ = measure(field, [made], None, options, [], tick)
-    for row in rows:
-        others = {other.name: other.seconds for other in rows if other.name != OURS and other.mode == row.mode}
-        row.faster_than = {n: s / row.seconds for n, s in others.items() if s and row.seconds and row.name == OURS}
+    compare(rows)
     return Result(
         title=f"{case.id}: {case.why}",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         backend=chosen,
         command=options.command,
         machine=machine.describe(device),

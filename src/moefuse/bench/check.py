@@ -32,8 +32,11 @@ def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
 
 def plain_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     base = tolerance_of("experts", "out", torch.empty(0), dtype, blocks=layer.shape.weights is not None)
-    if dtype != torch.float32:
-        return base
+    return grown(base, layer) if dtype == torch.float32 else base
+
+
+def grown(base: Tolerance, layer: Layer) -> Tolerance:
+    """A bound for the short sums of the case table, for those of a layer."""
     growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))
     return Tolerance(base.worst * growth, base.rms * growth, f"{base.reason}, grown with the sums")
 
@@ -48,29 +51,36 @@ def sample(tokens: int) -> Tensor:
     return torch.tensor([i * (tokens - 1) // max(1, count - 1) for i in range(count)])
 
 
+def one_expert(layer: Layer, expert: int) -> dict[str, Any]:
+    """An expert alone in its stacks, in float64 on the CPU: what `moefuse.experts` takes besides tokens and routing."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, (Tensor, QuantTensor)):
+            return value
+        one = value[expert : expert + 1]
+        return one.to("cpu").dequantize(torch.float64) if isinstance(one, QuantTensor) else one.cpu().double()
+
+    given = {"gate_up": layer.gate_up, "down": layer.down, **layer.expert_options}
+    return {name: of(value) for name, value in given.items()}
+
+
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tensor:
     """The experts' result for a few tokens, in float64 on the CPU, one expert at a time to bound memory."""
     x, ids, weights = x.cpu().double(), ids.cpu(), weights.cpu().double()
     out = torch.zeros_like(x)
-
-    def of(stack: Tensor | QuantTensor, expert: int) -> Tensor:
-        one = stack[expert : expert + 1]
-        return one.to("cpu").dequantize(torch.float64) if isinstance(one, QuantTensor) else one.cpu().double()
-
     for expert in torch.unique(ids).tolist():
         chosen = ids == expert
         rows = chosen.any(-1)
         share = (weights * chosen).sum(-1, keepdim=True)[rows]
-        options: dict[str, Any] = {
-            name: of(value, expert) if isinstance(value, Tensor) else value
-            for name, value in layer.expert_options.items()
-        }
-        only = torch.zeros(int(rows.sum()), 1, dtype=torch.int32)
-        part = moefuse.experts(
-            x[rows], only, share, of(layer.gate_up, expert), of(layer.down, expert), backend="reference", **options
-        )
-        assert isinstance(part, Tensor)
-        out[rows] += part
+        out[rows] += exact_expert(x[rows], share, one_expert(layer, expert))
+    return out
+
+
+def exact_expert(x: Tensor, share: Tensor, stacks: dict[str, Any]) -> Tensor:
+    """The result of `one_expert`, times each token's share of it."""
+    only = torch.zeros(len(x), 1, dtype=torch.int32)
+    out = moefuse.experts(x, only, share, backend="reference", **stacks)
+    assert isinstance(out, Tensor)
     return out
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moefuse.bench import machine
 from moefuse.bench.timing import Turn, event_turn, wall_turn
+from moefuse.types import name_of
 
 # "Far larger than the cache": this many times.
 BEYOND_CACHE = 3
@@ -149,5 +150,4 @@ def product_probes(dtype: torch.dtype, device: torch.device) -> tuple[Probe, ...
 
 def _square(n: int, dtype: torch.dtype, device: torch.device) -> Probe:
     left, right = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    name = str(dtype).removeprefix("torch.")
-    return Probe(f"{n}-cubed {name} product", 2.0 * n**3, lambda: left @ right, device)
+    return Probe(f"{n}-cubed {name_of(dtype)} product", 2.0 * n**3, lambda: left @ right, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 import moefuse
+from moefuse import config
 
 _UNKNOWN_CACHE = 64 << 20
 
@@ -79,12 +79,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
         facts["cuda"] = torch.version.cuda
-    for package in ("triton", "transformers"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = None
-    return facts
+    return facts | {package: config.version_of(package) for package in ("triton", "transformers")}
 
 
 def _commit() -> str | None:

@@ -17,6 +17,7 @@ from moefuse.bench.peers import Peer
 from moefuse.bench.result import FLOOR, OURS, Result, Row
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core.select import choose
+from moefuse.types import name_of
 
 #: label and share of the run that is done
 Tick = Callable[[str, float], None]
@@ -57,7 +58,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
     layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))
     result = Result(
         title=shape.describe(),
-        dtype=_short(dtype),
+        dtype=name_of(dtype),
         backend=choose("experts", layers[0].router, options.backend, shape.weights or ()).backend,
         command=options.command,
         machine=machine.describe(device),
@@ -207,9 +208,9 @@ def _capture(
 
 
 def compare(rows: list[Row]) -> None:
-    """Give each of our block and experts rows the peers' times over its own, in the same mode."""
+    """Give each of our rows that others have the like of their times over its own, in the same mode."""
     for row in rows:
-        if row.name == OURS and row.seconds and row.scope in (BLOCK, EXPERTS, TRAINING):
+        if row.name == OURS and row.seconds and row.scope != ROUTE_PLAN:
             others = (other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds)
             row.faster_than = {other.name: other.seconds / row.seconds for other in others if other.seconds}
 
@@ -218,7 +219,3 @@ def _brief(failure: Exception) -> str:
     """First and last line: libraries put what matters at one end or the other."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
     return " ... ".join(line[:160] for line in dict.fromkeys((lines[0], lines[-1])))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -77,8 +77,7 @@ def _seed(slot: Slot) -> Tensor:
 def _tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     if dtype != torch.float32:
         return check.peer_tolerance(layer, dtype)
-    growth = max(1.0, math.sqrt(max(layer.shape.hidden, layer.shape.intermediate) / 256))
-    return Tolerance(1e-5 * growth, 1e-5 * growth, "f32 accumulation, chained products, grown with the sums")
+    return check.grown(Tolerance(1e-5, 1e-5, "f32 accumulation, chained products"), layer)
 
 
 def _error(got: Gradients, slot: Slot) -> Difference:
@@ -96,22 +95,11 @@ def _error(got: Gradients, slot: Slot) -> Difference:
     expert = int(slot.ids[0, 0])
     rows = (slot.ids == expert).any(-1).nonzero().squeeze(1)
     share = torch.where(slot.ids == expert, slot.weights, 0).sum(-1, keepdim=True)[rows]
-    own = slot.layer
-    gate_up, down = _leaves(*(stack[expert : expert + 1].cpu().double() for stack in _stacks(own)))
-    options: dict[str, Any] = {
-        name: value[expert : expert + 1].cpu().double() if isinstance(value, Tensor) else value
-        for name, value in own.expert_options.items()
-    }
+    stacks = check.one_expert(slot.layer, expert)
+    gate_up, down = _leaves(stacks["gate_up"], stacks["down"])
     with torch.enable_grad():
-        alone = moefuse.experts(
-            slot.normed[rows].cpu().double(),
-            torch.zeros(len(rows), 1, dtype=torch.int32),
-            share.cpu().double(),
-            gate_up,
-            down,
-            backend="reference",
-            **options,
-        )
+        stacks |= {"gate_up": gate_up, "down": down}
+        alone = check.exact_expert(slot.normed[rows].cpu().double(), share.cpu().double(), stacks)
         grads = torch.autograd.grad(alone, (gate_up, down), _seed(slot)[rows].cpu().double())
     pairs = zip(got[2:], grads, strict=True)
     found += [difference(stack[expert : expert + 1], goal, whole=True) for stack, goal in pairs]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moefuse import backends, config
 from moefuse.bench import case as bench_cases
-from moefuse.bench import inputs, machine, peers, report, shapes
+from moefuse.bench import inputs, machine, peers, report
 from moefuse.bench.result import Result
 from moefuse.bench.run import Options, bench_shape
 from moefuse.cli import options
@@ -22,18 +22,13 @@ from moefuse.testing.cases import CASES
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"One of {', '.join(shapes.names())}; without it, {options.DEFAULT_MODEL}.", show_default=False
-        ),
-    ] = None,
-    experts: Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")] = None,
-    hidden: Annotated[int | None, typer.Option(help="hidden size,")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="intermediate size of one expert,")] = None,
-    top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,512",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(options.DTYPES)}.")] = "bfloat16",
+    model: options.Model = None,
+    experts: options.Experts = None,
+    hidden: options.Hidden = None,
+    intermediate: options.Intermediate = None,
+    top_k: options.TopK = None,
+    tokens: options.Tokens = "1,16,512",
+    dtype: options.Dtype = "bfloat16",
     weights: Annotated[
         str | None,
         typer.Option(

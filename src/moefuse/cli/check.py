@@ -16,6 +16,7 @@ from moefuse import backends, config
 from moefuse.cli import options
 from moefuse.cli.info import versions
 from moefuse.testing.cases import CASES, Outcome, runnable, sweep
+from moefuse.types import name_of
 
 
 def _targets(backend: str | None) -> list[tuple[str, str]]:
@@ -78,7 +79,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "case": outcome.case.id,
         "backend": outcome.backend,
         "device": outcome.device,
-        "dtype": str(outcome.dtype).removeprefix("torch."),
+        "dtype": name_of(outcome.dtype),
         "passed": outcome.passed,
         "errors": {name: {"worst": error.worst, "rms": error.rms} for name, error in outcome.errors.items()},
         "failures": outcome.failures,

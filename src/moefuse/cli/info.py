@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 from typing import Annotated, Any
@@ -24,12 +23,7 @@ _OTHERS = ("torch", "triton", "transformers", "gguf", "numpy")
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and the packages that matter; None where one is not installed."""
     found: dict[str, str | None] = {"moefuse": moefuse.__version__, "python": platform.python_version()}
-    for name in _OTHERS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: config.version_of(name) for name in _OTHERS}
 
 
 def _backends() -> list[dict[str, Any]]:

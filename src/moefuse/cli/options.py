@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import torch
 import typer
@@ -17,6 +17,15 @@ from moefuse.types import dtype_named
 
 DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_MODEL = "qwen3-30b-a3b"
+
+_MODEL = f"One of {', '.join(shapes.names())}; without it, {DEFAULT_MODEL}."
+Model = Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)]
+Experts = Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")]
+Hidden = Annotated[int | None, typer.Option(help="hidden size,")]
+Intermediate = Annotated[int | None, typer.Option(help="intermediate size of one expert,")]
+TopK = Annotated[int | None, typer.Option(help="and experts per token.")]
+Tokens = Annotated[str, typer.Option(help="Token counts, with commas between.")]
+Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")]
 
 
 def stop(hint: str, message: str) -> NoReturn:

@@ -14,24 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from moefuse import backends
-from moefuse.bench import inputs, report, shapes
+from moefuse.bench import inputs, report
 from moefuse.bench import tune as bench_tune
 from moefuse.cli import options
+from moefuse.types import name_of
 
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"One of {', '.join(shapes.names())}; without it, {options.DEFAULT_MODEL}.", show_default=False
-        ),
-    ] = None,
-    experts: Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")] = None,
-    hidden: Annotated[int | None, typer.Option(help="hidden size,")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="intermediate size of one expert,")] = None,
-    top_k: Annotated[int | None, typer.Option(help="and experts per token.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = "1,16,256,4096",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(options.DTYPES)}.")] = "bfloat16",
+    model: options.Model = None,
+    experts: options.Experts = None,
+    hidden: options.Hidden = None,
+    intermediate: options.Intermediate = None,
+    top_k: options.TopK = None,
+    tokens: options.Tokens = "1,16,256,4096",
+    dtype: options.Dtype = "bfloat16",
     weights: Annotated[
         str | None, typer.Option(help="Experts in GGUF blocks: Q4_K, or Q4_K,Q6_K for gate_up and down.")
     ] = None,
@@ -68,7 +64,7 @@ def tune(
     console = Console()
     # A pipe or a file has no width of its own, and a cut figure is worth nothing.
     console = console if console.is_terminal else Console(width=140)
-    _print(f"{shape.describe()}, {str(numbers).removeprefix('torch.')}, {tuned.card(card)}", findings, console)
+    _print(f"{shape.describe()}, {name_of(numbers)}, {tuned.card(card)}", findings, console)
     better = sum(tile is not None for tile in tiles.values())
     console.print(
         f"{better} of {len(tiles)} products have a faster tile; "

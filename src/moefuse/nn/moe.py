@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -159,15 +160,7 @@ class MoE(nn.Module):
         """
         from moefuse.nn.from_hf import read_layer
 
-        options, tensors = read_layer(block)
-        with torch.device("meta"):
-            module = cls(**options)
-        for name, value in tensors.items():
-            if name == "selection_bias":
-                module.selection_bias = value
-            else:
-                setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
-        return module.train(block.training)
+        return cls._made(*read_layer(block)).train(block.training)
 
     @classmethod
     def from_gguf(cls, source: str | os.PathLike[str] | GGUFFile, layer: int, *, exact: bool = False) -> MoE:
@@ -184,6 +177,11 @@ class MoE(nn.Module):
         from moefuse.nn.from_gguf import read_layer
 
         options, tensors = read_layer(source if isinstance(source, GGUFFile) else read(source), layer)
+        return cls._made(options, tensors, exact).requires_grad_(False)
+
+    @classmethod
+    def _made(cls, options: Mapping[str, Any], tensors: Mapping[str, Tensor | QuantTensor], exact: bool = False) -> MoE:
+        """The module of these arguments with these tensors, which it shares."""
         with torch.device("meta"):
             module = cls(**options)
         for name, value in tensors.items():
@@ -194,8 +192,8 @@ class MoE(nn.Module):
             elif name == "selection_bias":
                 module.selection_bias = value
             else:
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
-        return module.requires_grad_(False)
+                setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+        return module
 
     def stack(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """A weight, in its blocks where it has them, else in ``dtype`` where that is given; a shared expert's as a

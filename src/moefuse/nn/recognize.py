@@ -466,8 +466,7 @@ def random_weight(generator: torch.Generator, *shape: int) -> nn.Parameter:
 
 def _set(module: nn.Module, path: str, value: Tensor) -> Tensor:
     """Put ``value`` where a parameter or buffer stands, in its shape; returns it as it was given."""
-    owner_path, _, name = path.rpartition(".")
-    owner = module.get_submodule(owner_path)
+    owner, name = place_of(module, path)
     shaped = value.view(getattr(owner, name).shape)
     if name in owner._buffers:
         owner._buffers[name] = shaped

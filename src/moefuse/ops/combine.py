@@ -188,9 +188,6 @@ def _backward(
 
 
 _combine = define_kernel(
-    combine_reference,
-    _kernel,
-    fake=lambda y, weights, _inverse, tail: _fresh(y, weights, tail),
-    rule=Rule(lambda _, *values: values, _backward),
+    combine_reference, _kernel, fake=lambda y, weights, _inverse, tail: _fresh(y, weights, tail), rule=Rule(_backward)
 )
 _combine_out = define(combine_reference, "y", form="_out", fake=lambda *_: None, mutated=("out", "normed"))

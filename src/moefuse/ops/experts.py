@@ -252,22 +252,10 @@ def _kernel(
     return out, normed, z
 
 
-def _keep(
-    results: tuple[Tensor, Tensor, Tensor],
-    backend: str | None,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    stacks: Stacks,
-    plan: Plan,
-    activation: Activation,
-    tail: Tail,
-    save: bool,
-) -> tuple[Any, ...]:
-    """Neither ids nor residual are needed again, and the sum only where it was normed."""
-    out, _, z = results
-    summed = None if tail.norm_weight is None else out
-    return backend, x, z, weights, stacks, plan, activation, tail._replace(residual=None), summed
+def _keep(known: dict[str, Any]) -> dict[str, Any]:
+    """The residual is not needed again, and the sum only where it was normed."""
+    tail: Tail = known["tail"]
+    return {"tail": tail._replace(residual=None), "summed": None if tail.norm_weight is None else known["out"]}
 
 
 def _backward(
@@ -308,6 +296,6 @@ _experts = define_kernel(
     experts_reference,
     _kernel,
     fake=lambda x, ids, _weights, stacks, _plan, _activation, tail, save: _fresh(x, ids, stacks, tail, save),
-    rule=Rule(_keep, _backward, constant=1, sparse=True),
+    rule=Rule(_backward, results=("out", "normed", "z"), keep=_keep, constant=1, sparse=True),
 )
 _experts_out = define(experts_reference, "x", form="_out", fake=lambda *_: None, mutated=("out", "normed", "z"))

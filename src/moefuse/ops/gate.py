@@ -144,13 +144,6 @@ def _fresh_gradients(x: Tensor, router: Router, want_x: bool, want_weight: bool)
     return fresh_like(x, by_x, by_weight, by_norm, router.logit_bias, router.per_expert_scale)
 
 
-def _keep(
-    results: tuple[Tensor, ...], backend: str | None, x: Tensor, router: Router, routing: Routing, return_normed: bool
-) -> tuple[Any, ...]:
-    _, ids, _ = results
-    return backend, x, router._replace(bias=None), ids, routing, return_normed
-
-
 def _backward(
     needs: Mapping[str, bool],
     grads: tuple[Tensor, ...],
@@ -180,7 +173,12 @@ _gate = define(
     gate_reference,
     "x",
     fake=lambda x, _, routing, normed: (*fresh_routes(x, routing), x.new_empty(x.shape if normed else 0)),
-    rule=Rule(_keep, _backward),
+    # The bias has no gradient, and training may change it in place.
+    rule=Rule(
+        _backward,
+        results=("weights", "ids", "normed"),
+        keep=lambda known: {"router": known["router"]._replace(bias=None)},
+    ),
 )
 _gate_backward = define(
     gate_backward_reference,

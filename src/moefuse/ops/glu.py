@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from moefuse.backends.codes import interleaved
+from moefuse.backends.codes import Table, interleaved
 from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import FLOATS, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
 from moefuse.ops._core.select import inherit
-from moefuse.types import LAYOUTS, Activation
+from moefuse.types import ACTIVATION_KINDS, LAYOUTS, Activation
 
 
 @overload
@@ -195,8 +195,7 @@ def _clamped(oai: bool) -> Kind:
     return Kind(result, partials)
 
 
-#: one row for each of `moefuse.types.ACTIVATION_KINDS`
-KINDS = {
+_KINDS = {
     "silu": _of_gate(_silu, _silu_derivative),
     "gelu_tanh": _of_gate(_gelu_tanh, _gelu_tanh_derivative),
     "gelu": _of_gate(_gelu, _gelu_derivative),
@@ -205,14 +204,8 @@ KINDS = {
     "swiglu_oai": _clamped(oai=True),
     "swiglu_clamp": _clamped(oai=False),
 }
-
-
-def _kind(activation: Activation) -> Kind:
-    if activation.kind not in KINDS:
-        raise NotImplementedError(
-            f"reference: no kernels for the activation {activation.kind!r}, only for {', '.join(KINDS)}"
-        )
-    return KINDS[activation.kind]
+#: one row for each of `moefuse.types.ACTIVATION_KINDS`
+KINDS = Table("reference", "activation", _KINDS, ACTIVATION_KINDS)
 
 
 def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +217,7 @@ def _split(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: s
 
 def glu_reference(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
     g, u = _split(gate_up, up, activation, layout)
-    return _kind(activation).value(g, u, activation).to(gate_up.dtype).contiguous()
+    return KINDS[activation.kind].value(g, u, activation).to(gate_up.dtype).contiguous()
 
 
 def glu_backward_reference(
@@ -232,7 +225,7 @@ def glu_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up, in the forward's layout, and of up (empty when it was not apart)."""
     g, u = _split(gate_up, up, activation, layout)
-    by_gate, by_up = _kind(activation).partials(g, u, activation)
+    by_gate, by_up = KINDS[activation.kind].partials(g, u, activation)
     d_gate = (widen(grad) * by_gate).to(gate_up.dtype).contiguous()
     if by_up is None:
         return d_gate, grad.new_empty(0)
@@ -263,7 +256,7 @@ def _backward(
     return {"gate_up": d_gate_up, "up": d_up}
 
 
-_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(lambda _, *values: values, _backward))
+_glu = define(glu_reference, "gate_up", fake=_fake, rule=Rule(_backward))
 _glu_backward = define(
     glu_backward_reference,
     "gate_up",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.checks import check_float64, check_optional, check_weight
 from moefuse.ops._core.library import Gradients, Rule, define
 from moefuse.ops._core.select import inherit
-from moefuse.ops.grouped_outer import check_rows, expert_rows, grouped_outer_op
+from moefuse.ops.grouped_outer import check_rows, expert_rows, expert_runs, grouped_outer_op
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Weight
 
@@ -74,11 +73,10 @@ def grouped_linear_reference(
 ) -> Tensor:
     rows = widen(expert_rows(x, plan.order, gather))
     y = rows.new_zeros(plan.assignments, weight.shape[1])
-    for e, (start, stop) in enumerate(itertools.pairwise(plan.offsets.tolist())):
-        if start < stop:
-            y[start:stop] = rows[start:stop] @ _expert(weight, e, rows.dtype).T
-            if bias is not None:
-                y[start:stop] += widen(bias[e])
+    for e, run in expert_runs(plan):
+        y[run] = rows[run] @ _expert(weight, e, rows.dtype).T
+        if bias is not None:
+            y[run] += widen(bias[e])
     return _placed(y.to(x.dtype), plan, scatter)
 
 
@@ -88,9 +86,8 @@ def grouped_linear_transposed_reference(
     """The input gradient where the weight is in blocks, which have no transposed view."""
     grads = widen(grad[plan.order.long()] if gather else grad)
     d_x = grads.new_zeros(plan.assignments, weight.shape[2])
-    for e, (start, stop) in enumerate(itertools.pairwise(plan.offsets.tolist())):
-        if start < stop:
-            d_x[start:stop] = grads[start:stop] @ _expert(weight, e, grads.dtype)
+    for e, run in expert_runs(plan):
+        d_x[run] = grads[run] @ _expert(weight, e, grads.dtype)
     return _placed(d_x.to(grad.dtype), plan, scatter)
 
 
@@ -135,7 +132,7 @@ _grouped_linear = define(
     grouped_linear_reference,
     "x",
     fake=lambda x, weight, _bias, plan, *_: x.new_empty(plan.assignments, weight.shape[1]),
-    rule=Rule(lambda _, *values: values, _backward),
+    rule=Rule(_backward),
 )
 grouped_linear_transposed_op = define(
     grouped_linear_transposed_reference,

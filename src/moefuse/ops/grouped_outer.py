@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -62,13 +63,19 @@ def expert_rows(x: Tensor, order: Tensor, gather: bool) -> Tensor:
     return x[order.long() // (order.shape[0] // max(x.shape[0], 1) or 1)]
 
 
+def expert_runs(plan: Plan) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and where those are in expert-major order."""
+    for e, (start, stop) in enumerate(itertools.pairwise(plan.offsets.tolist())):
+        if start < stop:
+            yield e, slice(start, stop)
+
+
 def grouped_outer_reference(grad: Tensor, x: Tensor, plan: Plan, gather: bool, scatter: bool) -> Tensor:
     rows = widen(expert_rows(x, plan.order, gather))
     grads = widen(grad[plan.order.long()] if scatter else grad)
     d_weight = grad.new_zeros(plan.num_experts, grad.shape[1], x.shape[1])
-    for e, (start, stop) in enumerate(itertools.pairwise(plan.offsets.tolist())):
-        if start < stop:
-            d_weight[e] = (grads[start:stop].T @ rows[start:stop]).to(grad.dtype)
+    for e, run in expert_runs(plan):
+        d_weight[e] = (grads[run].T @ rows[run]).to(grad.dtype)
     return d_weight
 
 

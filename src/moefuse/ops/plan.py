@@ -10,7 +10,7 @@ from torch import Tensor
 from moefuse.ops._core.checks import INTEGERS, check_tensor
 from moefuse.ops._core.library import define_kernel
 from moefuse.ops._core.select import select
-from moefuse.types import MAX_EXPERTS, Plan
+from moefuse.types import MAX_EXPERTS, Plan, check_int
 
 
 def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
@@ -38,8 +38,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
 
 def check(ids: Any, num_experts: Any) -> None:
     check_tensor("plan", "ids", ids, {"T": None, "top_k": None}, dtypes=INTEGERS)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise TypeError(f"plan: num_experts must be an int, got {type(num_experts).__name__}")
+    check_int("plan", "num_experts", num_experts)
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"plan: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     if ids.shape[1] < 1:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefuse.backends.codes import sums_two
+from moefuse import types
+from moefuse.backends.codes import Table, sums_two
 from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
@@ -106,20 +107,13 @@ class Score(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-#: one row for each of `moefuse.types.SCORES`
-SCORES = {
+_SCORES = {
     "softmax": Score(lambda logits: torch.softmax(logits, dim=-1), _softmax_backward),
     "sigmoid": Score(torch.sigmoid, _sigmoid_backward),
     "sqrtsoftplus": Score(_sqrtsoftplus, _sqrtsoftplus_backward),
 }
-
-
-def _score(routing: Routing) -> Score:
-    if routing.score not in SCORES:
-        raise NotImplementedError(
-            f"reference: no kernels for the score {routing.score!r}, only for {', '.join(SCORES)}"
-        )
-    return SCORES[routing.score]
+#: one row for each of `moefuse.types.SCORES`
+SCORES = Table("reference", "score", _SCORES, types.SCORES)
 
 
 def _capped(logits: Tensor, routing: Routing) -> Tensor:
@@ -131,7 +125,7 @@ def _scores(logits: Tensor, routing: Routing) -> Tensor:
     capped = (
         logits if routing.softcap is None else _capped(logits, routing).masked_fill(logits == -torch.inf, -torch.inf)
     )
-    return _score(routing).value(capped)
+    return SCORES[routing.score].value(capped)
 
 
 def _kept_groups(key: Tensor, scores: Tensor, candidate: Tensor, routing: Routing) -> Tensor:
@@ -230,7 +224,7 @@ def route_backward_reference(
 
 
 def _through_score(d_scores: Tensor, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-    d_logits = _score(routing).backward(d_scores, _capped(logits, routing), scores)
+    d_logits = SCORES[routing.score].backward(d_scores, _capped(logits, routing), scores)
     if routing.softcap is not None:
         d_logits = d_logits * (1 - torch.tanh(logits / routing.softcap) ** 2)
     return d_logits.masked_fill(logits == -torch.inf, 0)
@@ -241,18 +235,6 @@ def fresh_routes(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     shape = (like.shape[0], routing.top_k)
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     return like.new_empty(shape, dtype=wide), like.new_empty(shape, dtype=torch.int32)
-
-
-def _keep(
-    results: tuple[Tensor, Tensor],
-    backend: str | None,
-    logits: Tensor,
-    bias: Any,
-    scale: Tensor | None,
-    routing: Routing,
-) -> tuple[Any, ...]:
-    _, ids = results
-    return backend, logits, ids, scale, routing
 
 
 def _backward(
@@ -274,7 +256,7 @@ _route = define(
     route_reference,
     "logits",
     fake=lambda logits, _bias, _scale, routing: fresh_routes(logits, routing),
-    rule=Rule(_keep, _backward),
+    rule=Rule(_backward, results=("weights", "ids")),
 )
 _route_backward = define(
     route_backward_reference,

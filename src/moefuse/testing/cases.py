@@ -24,7 +24,7 @@ from moefuse.testing.inputs import Inputs, Maker
 from moefuse.testing.inputs import map_tensors as map_tensors  # for those who run a case themselves
 from moefuse.testing.poison import poisoned
 from moefuse.testing.strange import FORMS, GRADIENT, Strange
-from moefuse.types import ACTIVATION_KINDS, Activation, Routing
+from moefuse.types import ACTIVATION_KINDS, Activation, Routing, name_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,7 +111,7 @@ class Outcome:
     def describe(self) -> str:
         """The failing inputs and results, for a person."""
         made = self.case.inputs(self.seed, self.dtype)
-        lines = [f"{self.case.id} on {self.backend} ({self.device}), {_short(self.dtype)}, seed {self.seed}"]
+        lines = [f"{self.case.id} on {self.backend} ({self.device}), {name_of(self.dtype)}, seed {self.seed}"]
         lines += [f"  covers: {self.case.why}"]
         lines += [f"  strange: {self.strange}"] if self.strange else []
         lines += [f"  input {name}: {_describe(value)}" for name, value in made.items() if value is not None]
@@ -119,14 +119,10 @@ class Outcome:
         return "\n".join(lines)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        return f"{_short(value.dtype)} {list(value.shape)}{strides}"
+        return f"{name_of(value.dtype)} {list(value.shape)}{strides}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
     if isinstance(value, QuantTensor):
@@ -154,14 +150,14 @@ def runnable(emulated: bool = False) -> list[tuple[str, str]]:
 
 def formats_of(backend: str) -> Collection[str]:
     """The block formats that a backend takes."""
-    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    row = backends.find(backend)
     found: Collection[str] = FORMATS if row is None else row.load().FORMATS if row.exists() else ()
     return found
 
 
 def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
     """The element types of a case that a backend has kernels for; none where it lacks a format or the op."""
-    row = next((row for row in backends.BACKENDS if row.name == backend), None)
+    row = backends.find(backend)
     if not case.formats.issubset(formats_of(backend)):
         return ()
     if row is None:
@@ -188,7 +184,7 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
 def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     result = getattr(moefuse, op)(**inputs, backend=backend)
     if isinstance(result, moefuse.Plan):
-        return {name: getattr(result, name) for name in ("counts", "offsets", "order", "inverse")}
+        return result.tensors
     results = result if isinstance(result, tuple) else (result,)
     names = {
         "route": ("weights", "ids"),
@@ -418,11 +414,11 @@ CASES: tuple[Case, ...] = (
     Case("combine", "shared_gate", "shared expert with a gate", make.combine(5, 2, 64, "shared", "shared_gate")),
     Case("combine", "qwen3_5", "shared expert with a logit, residual",
          make.combine(5, 8, 64, "shared", "shared_logit", "residual")),
-    Case("combine", "residual_norm", "residual and the next norm", make.combine(9, 8, 96, "residual", "norm")),
+    Case("combine", "residual_norm", "residual and the next norm", make.combine(9, 8, 96, "residual", "norm_weight")),
     Case("combine", "everything", "every part at once",
-         make.combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm")),
-    Case("combine", "one_token", "T=1", make.combine(1, 8, 128, "residual", "norm")),
-    Case("combine", "no_token", "T=0", make.combine(0, 4, 16, "shared", "shared_logit", "residual", "norm")),
+         make.combine(6, 3, 51, "inverse", "shared", "shared_logit", "residual", "norm_weight")),
+    Case("combine", "one_token", "T=1", make.combine(1, 8, 128, "residual", "norm_weight")),
+    Case("combine", "no_token", "T=0", make.combine(0, 4, 16, "shared", "shared_logit", "residual", "norm_weight")),
     # No gradients: at T=1 that of the shared expert's gate is one sum, which may cancel to nothing.
     Case("experts", "decode", "T=1", make.experts(1, 16, 96, 64, 4, tail=True), gradients=False),
     Case("experts", "few", "few tokens, each expert a row or two", make.experts(6, 16, 64, 48, 4)),

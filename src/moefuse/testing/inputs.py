@@ -57,8 +57,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, QuantTensor):
         return QuantTensor(change(value.blocks), value.format, value.exact)
     if isinstance(value, moefuse.Plan):
-        counts, offsets, order, inverse = map(change, (value.counts, value.offsets, value.order, value.inverse))
-        return moefuse.Plan(counts, offsets, order, inverse, value.top_k, trusted=True)
+        tensors = {name: change(t) for name, t in value.tensors.items()}
+        return moefuse.Plan(**tensors, top_k=value.top_k, trusted=True)
     return value
 
 
@@ -216,19 +216,16 @@ def glu(shape: tuple[int, ...], activation: str | Activation, layout: str = "hal
 def combine(T: int, top_k: int, H: int, *parts: str) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         made: dict[str, Any] = {"y": inputs.normal(T * top_k, H), "weights": inputs.shares(T, top_k)}
-        if "inverse" in parts:
-            made["inverse"] = torch.randperm(T * top_k, generator=inputs.rng).to(torch.int32)
-        if "shared" in parts:
-            made["shared"] = inputs.normal(T, H)
-        if "shared_gate" in parts:
-            made["shared_gate"] = inputs.uniform(T)
-        if "shared_logit" in parts:
-            made["shared_logit"] = inputs.normal(T)
-        if "residual" in parts:
-            made["residual"] = inputs.normal(T, H)
-        if "norm" in parts:
-            made["norm_weight"], made["eps"] = inputs.uniform(H), 1e-5
-        return made
+        makers: dict[str, Callable[[], Tensor]] = {
+            "inverse": lambda: torch.randperm(T * top_k, generator=inputs.rng).to(torch.int32),
+            "shared": lambda: inputs.normal(T, H),
+            "shared_gate": lambda: inputs.uniform(T),
+            "shared_logit": lambda: inputs.normal(T),
+            "residual": lambda: inputs.normal(T, H),
+            "norm_weight": lambda: inputs.uniform(H),
+        }
+        made |= {name: maker() for name, maker in makers.items() if name in parts}
+        return made | {"eps": 1e-5} if "norm_weight" in parts else made
 
     return make
 

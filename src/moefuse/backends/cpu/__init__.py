@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moefuse import config
+from moefuse import backends, config
 from moefuse.backends.cpu import _native
-from moefuse.backends.cpu.attend import attend
-from moefuse.backends.cpu.combine import combine
-from moefuse.backends.cpu.combine_backward import combine_backward, tail_backward
-from moefuse.backends.cpu.experts import experts
-from moefuse.backends.cpu.experts_backward import experts_backward
-from moefuse.backends.cpu.gate import gate
-from moefuse.backends.cpu.gate_backward import gate_backward
-from moefuse.backends.cpu.glu import glu, glu_backward
-from moefuse.backends.cpu.grouped_linear import grouped_linear
-from moefuse.backends.cpu.grouped_outer import grouped_outer
-from moefuse.backends.cpu.linear import linear
-from moefuse.backends.cpu.plan import plan
-from moefuse.backends.cpu.rope import rope
-from moefuse.backends.cpu.route import route
-from moefuse.backends.cpu.route_backward import route_backward
 
-OPS: dict[str, Callable[..., Any]] = {
-    "route": route,
-    "route_backward": route_backward,
-    "gate": gate,
-    "gate_backward": gate_backward,
-    "plan": plan,
-    "grouped_linear": grouped_linear,
-    "grouped_outer": grouped_outer,
-    "linear": linear,
-    "glu": glu,
-    "glu_backward": glu_backward,
-    "combine": combine,
-    "combine_backward": combine_backward,
-    "tail_backward": tail_backward,
-    "experts": experts,
-    "experts_backward": experts_backward,
-    "rope": rope,
-    "attend": attend,
-}
+OPS = backends.functions_in(__name__)
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FORMATS = frozenset(_native.FORMATS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -13,19 +13,9 @@ from moefuse.backends.cpu.combine import combine
 from moefuse.types import Outputs, Tail
 
 
-class TailGradients(NamedTuple):
-    """Where tail_backward writes; None where there is nothing to write."""
-
-    sum: Tensor | None
-    shared: Tensor | None
-    shared_gate: Tensor | None
-    shared_logit: Tensor | None
-    norm_weight: Tensor | None
-
-
 def tail_backward(d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, tail: Tail) -> tuple[Tensor, ...]:
     normed = d_normed is not None
-    gradients = TailGradients(
+    gradients = SimpleNamespace(
         sum=like(d_out, normed),
         shared=like(tail.shared),
         shared_gate=like(tail.shared_gate),
@@ -33,7 +23,7 @@ def tail_backward(d_out: Tensor, d_normed: Tensor | None, total: Tensor | None, 
         norm_weight=like(tail.norm_weight, normed),
     )
     _native.core.tail_backward(d_out, d_normed, total, tail, gradients, _native.threads())
-    return or_empty(gradients)
+    return or_empty(vars(gradients).values())
 
 
 def combine_backward(

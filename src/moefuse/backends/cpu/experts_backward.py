@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import like, or_empty
 from moefuse.types import Activation, Plan, Stacks, Wanted
-
-
-class ExpertsGradients(NamedTuple):
-    """Where experts_backward writes; None where nothing is wanted."""
-
-    x: Tensor | None
-    weights: Tensor | None
-    gate_up: Tensor | None
-    up: Tensor | None
-    down: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 def experts_backward(
@@ -35,7 +23,7 @@ def experts_backward(
     reuse_z: bool,  # noqa: ARG001  # gradients of z are float32 here, and z may not be
 ) -> tuple[Tensor, ...]:
     gate_up, up, down = stacks.numbers
-    gradients = ExpertsGradients(
+    gradients = SimpleNamespace(
         x=like(x, wanted.x),
         weights=like(weights, wanted.weights),
         gate_up=like(gate_up, wanted.gate_up),
@@ -45,4 +33,4 @@ def experts_backward(
         down_bias=like(stacks.down_bias, wanted.down_bias),
     )
     _native.core.experts_backward(d, x, z, weights, stacks, plan, activation, gradients, _native.threads())
-    return or_empty(gradients)
+    return or_empty(vars(gradients).values())

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
 from moefuse.backends.cpu._native import like, or_empty
 from moefuse.types import Router, Routing
-
-
-class GateGradients(NamedTuple):
-    """Where gate_backward writes; None where nothing is wanted."""
-
-    x: Tensor | None
-    weight: Tensor | None
-    norm_weight: Tensor | None
-    logit_bias: Tensor | None
-    per_expert_scale: Tensor | None
 
 
 def gate_backward(
@@ -31,7 +21,7 @@ def gate_backward(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor, ...]:
-    gradients = GateGradients(
+    gradients = SimpleNamespace(
         x=like(x, want_x),
         weight=like(router.weight, want_weight),
         norm_weight=like(router.norm_weight, want_x),
@@ -39,4 +29,4 @@ def gate_backward(
         per_expert_scale=like(router.per_expert_scale),
     )
     _native.core.gate_backward(d_weights, d_normed, x, router, ids, routing, gradients, _native.threads())
-    return or_empty(gradients)
+    return or_empty(vars(gradients).values())

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 
 from moefuse.backends.codes import Codes
+from moefuse.backends.gated import Rows
 from moefuse.backends.metal.shaders import text_of
 from moefuse.quant.formats import FORMATS
 from moefuse.types import ACTIVATION_KINDS, SCORES
@@ -23,6 +24,11 @@ KINDS = Codes("metal", "activation", _functions("activation", "Glu glu_"), ACTIV
 SCORE = Codes("metal", "score", ("softmax", "sigmoid", "sqrtsoftplus"), SCORES)
 #: 0 is numbers
 BLOCKS = Codes("metal", "format", _functions("weights", "float4 decode_"), FORMATS, first=1)
+
+
+def format_code(rows: Rows) -> int:
+    """The number of the blocks' format in the shaders, 0 for numbers."""
+    return BLOCKS[rows.format] if rows.format else 0
 
 
 def _each(name: str, rows: Iterable[str]) -> str:

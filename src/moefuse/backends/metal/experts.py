@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import Weights
 from moefuse.backends.metal import tiles
 from moefuse.backends.metal.combine import weighted_sum
 from moefuse.backends.metal.experts_decode import experts_decode
 from moefuse.backends.metal.grouped_linear import project
 from moefuse.backends.metal.plan import plan as make_plan
-from moefuse.backends.metal.weights import Projection
 from moefuse.types import Activation, Outputs, Plan, Stacks, Tail
 
 
@@ -26,8 +26,8 @@ def experts(
     z: Tensor | None,
 ) -> None:
     assert z is None, "metal saves no pre-activations"
-    up, down = Projection.of_gate_up(stacks, activation.gated), Projection.of(stacks.down, stacks.down_bias)
-    if x.shape[0] <= tiles.DECODE_TOKENS and all(rows.dense for rows in (up.rows, up.up_rows, down.rows)):
+    up, down = Weights.of_gate_up(stacks, activation.gated), Weights.of(stacks.down, stacks.down_bias)
+    if x.shape[0] <= tiles.DECODE_TOKENS and all(rows.data.stride(2) == 1 for rows in (up.w, up.u, down.w)):
         experts_decode(x, ids, weights, up, down, activation, tail, outputs)
         return
     S, (E, _, I) = ids.numel(), stacks.down.shape

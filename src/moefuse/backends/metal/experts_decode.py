@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import Weights
+from moefuse.backends.metal.codes import format_code
 from moefuse.backends.metal.combine import TailBuffers
 from moefuse.backends.metal.glu import kind_of, numbers_of
 from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
-from moefuse.backends.metal.weights import Projection, numbers
 from moefuse.types import Activation, Outputs, Tail
 
 
@@ -16,20 +17,20 @@ def experts_decode(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Projection,
-    down: Projection,
+    up: Weights,
+    down: Weights,
     activation: Activation,
     tail: Tail,
     outputs: Outputs,
 ) -> None:
-    (T, H), top_k, (E, I, *_) = x.shape, ids.shape[1], up.rows.data.shape
-    parts, out, w, u, d = TailBuffers(tail, x), outputs.out, up.rows.data, up.up_rows.data, down.rows.data
+    (T, H), top_k, (E, I, *_) = x.shape, ids.shape[1], up.w.data.shape
+    parts, out, w, u, d = TailBuffers(tail, x), outputs.out, up.w.data, up.u.data, down.w.data
     bias, up_bias, down_bias = (or_stand_in(t, x) for t in (up.bias, up.up_bias, down.bias))
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     macros = parts.macros(x, weights, outputs, ids)
     macros |= types_of(X=x, W=w, U=u, BIAS=bias, DOWN=d, DOWN_BIAS=down_bias)
-    macros |= {"W_FORMAT": up.rows.code, "U_FORMAT": up.up_rows.code, "DOWN_FORMAT": down.rows.code}
-    macros["WIDE"] = wide(x, hidden, *numbers(up.rows, up.up_rows, down.rows))
+    macros |= {"W_FORMAT": format_code(up.w), "U_FORMAT": format_code(up.u), "DOWN_FORMAT": format_code(down.w)}
+    macros["WIDE"] = wide(x, hidden, w, u, d)
     shader = Shader(("combine", "activation", "weights", "experts_decode"), macros)
     bias_strides = (0, 0) if up.bias is None else up.bias.stride()
     sizes = [E, top_k, I, H, x.stride(0), *w.stride()[:2], *u.stride()[:2], *given(up.bias), *bias_strides]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.backends.codes import interleaved
+from moefuse.backends.gated import up_of
 from moefuse.backends.metal import codes
 from moefuse.backends.metal.launch import Shader, ceil_div
 from moefuse.types import Activation
@@ -21,26 +21,17 @@ def numbers_of(activation: Activation | None) -> list[float]:
     return [1.0, 1.0] if activation is None else [float(activation.alpha), float(activation.limit)]
 
 
-def _up_of(gate_up: Tensor, up: Tensor | None, width: int, activation: Activation, layout: str) -> Tensor:
-    """Where up begins, as a view."""
-    if up is not None or not activation.gated:
-        return gate_up if up is None else up
-    return gate_up.view(-1)[1 if interleaved(layout) else width :]
-
-
-def _sizes(gate_up: Tensor, width: int, activation: Activation, layout: str) -> list[int]:
+def _sizes(gate_up: Tensor, width: int, step: int, activation: Activation) -> list[int]:
     """The fields of ``GluSizes`` in glu.metal."""
-    step = 2 if interleaved(layout) else 1
     return [width, gate_up.shape[-1], step, kind_of(activation), int(activation.gated)]
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    width = gate_up.shape[-1] // 2 if activation.gated and up is None else gate_up.shape[-1]
+    up_view, width, step = up_of(gate_up, up, activation, layout)
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    up_view = _up_of(gate_up, up, width, activation, layout)
-    sizes, numbers = _sizes(gate_up, width, activation, layout), numbers_of(activation)
+    sizes, numbers = _sizes(gate_up, width, step, activation), numbers_of(activation)
     shader = Shader(("activation", "glu"), {"X_T": gate_up.dtype})
     shader.launch("glu", (ceil_div(width, 256), out.numel() // width), 256, gate_up, up_view, out, sizes, numbers)
     return out
@@ -53,11 +44,10 @@ def glu_backward(
     d_up = grad.new_empty(0) if up is None else torch.empty_like(up)
     if grad.numel() == 0:
         return d_gate_up, d_up
-    width = grad.shape[-1]
-    up_view = _up_of(gate_up, up, width, activation, layout)
-    d_up_view = _up_of(d_gate_up, None if up is None else d_up, width, activation, layout)
+    up_view, width, step = up_of(gate_up, up, activation, layout)
+    d_up_view, _, _ = up_of(d_gate_up, None if up is None else d_up, activation, layout)
     buffers = grad.to(gate_up.dtype), gate_up, up_view, d_gate_up, d_up_view
-    sizes, numbers = _sizes(gate_up, width, activation, layout), numbers_of(activation)
+    sizes, numbers = _sizes(gate_up, width, step, activation), numbers_of(activation)
     shader = Shader(("activation", "glu"), {"X_T": gate_up.dtype})
     shader.launch("glu_backward", (ceil_div(width, 256), grad.numel() // width), 256, *buffers, sizes, numbers)
     return d_gate_up, d_up

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse.backends.gated import Weights
+from moefuse.backends.metal.codes import format_code
 from moefuse.backends.metal.glu import kind_of, numbers_of
 from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
 from moefuse.backends.metal.tiles import TILE_M, TILE_N
-from moefuse.backends.metal.weights import Projection, numbers
 from moefuse.types import Activation, Plan, Weight
 
 
@@ -19,7 +20,7 @@ def _most_tiles(S: int, E: int) -> int:
 
 def project(
     x: Tensor,
-    by: Projection,
+    by: Weights,
     plan: Plan,
     activation: Activation | None,
     out: Tensor,
@@ -30,10 +31,10 @@ def project(
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``; ``fill`` writes zeros for assignments without an expert."""
     (S, N), E, (rows, K) = out.shape, plan.num_experts, x.shape
-    w, u = by.rows.data, by.up_rows.data
-    bias, up_bias = or_stand_in(by.bias, x), or_stand_in(by.up_bias, x)
+    w, u, bias = by.w.data, by.u.data, or_stand_in(by.bias, x)
+    up_bias = or_stand_in(by.up_bias, bias)
     macros = types_of(X=x, W=w, U=u, BIAS=bias, OUT=out)
-    macros |= {"W_FORMAT": by.rows.code, "U_FORMAT": by.up_rows.code, "WIDE": wide(x, *numbers(by.rows, by.up_rows))}
+    macros |= {"W_FORMAT": format_code(by.w), "U_FORMAT": format_code(by.u), "WIDE": wide(x, w, u)}
     macros["GATED"] = int(activation is not None and activation.gated)
     bias_strides = (0, 0) if by.bias is None else by.bias.stride()
     sizes = [S, E, N, K, max(1, S // max(1, rows)), int(gather), int(scatter), int(fill)]
@@ -45,5 +46,5 @@ def project(
 
 def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool) -> Tensor:
     out = torch.empty((plan.assignments, weight.shape[1]), dtype=x.dtype, device=x.device)
-    project(x, Projection.of(weight, bias), plan, None, out, gather=gather, scatter=scatter, fill=True)
+    project(x, Weights.of(weight, bias), plan, None, out, gather=gather, scatter=scatter, fill=True)
     return out

@@ -82,8 +82,10 @@ def given(*tensors: Tensor | None) -> list[int]:
 
 
 def wide(*tensors: Tensor) -> str:
-    """Whether four neighbours, from any column that is a multiple of four, may be read as one vector: true or false."""
-    aligned = all(t.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in tensors)
+    """Whether four neighbours, from any column that is a multiple of four, may be read as one vector: true or false.
+    It is asked of numbers alone, not of the bytes of blocks."""
+    numbers = [t for t in tensors if t.dtype != torch.uint8]
+    aligned = all(t.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in numbers)
     return str(aligned).lower()
 
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moefuse import config
+from moefuse import backends, config
 
 # The interpreter multiplies bfloat16 tiles wrongly and truncates where hardware rounds (Triton 3.6).
 _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
-
-_OPS = (
-    *("route", "gate", "plan", "grouped_linear", "grouped_outer", "linear", "glu", "combine", "experts"),
-    *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
-    *("rope", "attend"),
-)
 
 
 def unavailable() -> str | None:
@@ -58,20 +51,10 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _home(op: str) -> str:
-    """The module beside this one that has an op: of its own name, or of the op that it is the backward of."""
-    own = f"{__name__}.{op}"
-    return own if importlib.util.find_spec(own) else own.removesuffix("_backward")
-
-
-def _ops() -> dict[str, Callable[..., Any]]:
-    return {op: getattr(importlib.import_module(_home(op)), op) for op in _OPS}
-
-
 def __getattr__(name: str) -> Any:
     """``OPS``, ``FORMATS`` and ``record`` import triton, so they are made when first asked for."""
     if name == "OPS":
-        found: Any = _ops()
+        found: Any = backends.functions_in(__name__)
     elif name == "FORMATS":
         found = frozenset(importlib.import_module(f"{__name__}.formats.blocks").DECODERS)
     elif name == "record":

@@ -136,21 +136,9 @@ def swiglu_clamp(g, u, numbers, GATED: tl.constexpr, FINE: tl.constexpr):
     return _clamped(value, derivative, g, u, at_most(at_least(u, -limit), limit), limit, GATED)
 
 
-#: kind -> its function, which kernels get as ACT
-ACTIVATIONS: Table[Any] = Table(
-    "triton",
-    "activation",
-    {
-        "silu": silu,
-        "gelu_tanh": gelu_tanh,
-        "gelu": gelu,
-        "relu": relu,
-        "relu2": relu2,
-        "swiglu_oai": swiglu_oai,
-        "swiglu_clamp": swiglu_clamp,
-    },
-    ACTIVATION_KINDS,
-)
+_ALL = (silu, gelu_tanh, gelu, relu, relu2, swiglu_oai, swiglu_clamp)
+#: kind -> its function, which has its name and which kernels get as ACT
+ACTIVATIONS: Table[Any] = Table("triton", "activation", {act.__name__: act for act in _ALL}, ACTIVATION_KINDS)
 
 
 def activation_numbers(activation: Activation | None) -> tuple[float, float]:

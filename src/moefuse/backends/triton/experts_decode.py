@@ -12,7 +12,7 @@ from torch import Tensor
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import finish
 from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
-from moefuse.backends.triton.grouped_linear import Rows, in_words, up_weights
+from moefuse.backends.triton.grouped_linear import decoder_of, in_words, rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.quant.tensor import QuantTensor
@@ -258,11 +258,11 @@ def experts_decode(
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
     gate_up = up_weights(stacks, activation.gated)
     (w, w_format), (u, u_format), bias, up_bias, _ = gate_up
-    down = Rows.of(stacks.down)
+    down = rows_of(stacks.down)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     normed = tail.norm_weight is not None
     arrived = torch.empty(T * top_k, dtype=torch.int32, device=x.device) if normed else None
-    words, size, gated = gate_up.words, x.element_size(), activation.gated
+    words, size, gated = in_words(gate_up.w) and in_words(gate_up.u), x.element_size(), activation.gated
     tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w_format or u_format), x.device)
     rounded = words and _may_round(stacks.gate_up, stacks.up)
     launch(
@@ -275,8 +275,8 @@ def experts_decode(
         activation_numbers(activation),
         FORM=_UpForm(gated, words, rounded, tile.n, tile.k, tile.stages),
         ACT=ACTIVATIONS[activation.kind],
-        W_DECODE=gate_up.w.decoder,
-        U_DECODE=gate_up.u.decoder,
+        W_DECODE=decoder_of(gate_up.w),
+        U_DECODE=decoder_of(gate_up.u),
         num_warps=tile.warps,
         launch_pdl=PDL,
     )
@@ -294,7 +294,7 @@ def experts_decode(
         *(E, H, I),
         down.data.stride(),
         FORM=_DownForm(words, rounded, top_k, block_of(top_k, 1), *blocks),
-        DECODE=down.decoder,
+        DECODE=decoder_of(down),
         num_warps=tile.warps,
         launch_pdl=PDL,
     )

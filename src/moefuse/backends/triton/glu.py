@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.codes import interleaved
+from moefuse.backends.gated import up_of
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.runtime.launch import ceil_div, launch
 from moefuse.types import Activation
@@ -33,25 +33,14 @@ def _glu_kernel(gate_ptr, up_ptr, out_ptr, rows, width, strides, numbers, ACT: t
     tl.store(out_ptr + index, out.to(out_ptr.dtype.element_ty), mask)
 
 
-def _parts(
-    gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str
-) -> tuple[Tensor, int, tuple[int, int]]:
-    """Where up begins (beside the dense gate), the width of a result, and the strides of rows and columns."""
-    width = gate_up.shape[-1]
-    if up is not None or not activation.gated:
-        return gate_up if up is None else up, width, (width, 1)
-    half, flat = width // 2, gate_up.view(-1)
-    return (flat[1:], half, (width, 2)) if interleaved(layout) else (flat[half:], half, (width, 1))
-
-
 def _options(activation: Activation) -> dict[str, Any]:
     return {"ACT": ACTIVATIONS[activation.kind], "GATED": activation.gated}
 
 
 def glu(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: str) -> Tensor:
-    second, width, strides = _parts(gate_up, up, activation, layout)
+    second, width, step = up_of(gate_up, up, activation, layout)
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
-    sizes = out.numel() // max(width, 1), width, strides, activation_numbers(activation)
+    sizes = out.numel() // max(width, 1), width, (gate_up.shape[-1], step), activation_numbers(activation)
     launch(_glu_kernel, (ceil_div(out.numel(), _BLOCK.value),), gate_up, second, out, *sizes, **_options(activation))
     return out
 
@@ -81,9 +70,9 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor]:
     d_gate_up = torch.empty_like(gate_up)
     d_up = gate_up.new_empty(0) if up is None else torch.empty_like(up)
-    second, width, strides = _parts(gate_up, up, activation, layout)
-    d_second, _, _ = _parts(d_gate_up, None if up is None else d_up, activation, layout)
+    second, width, step = up_of(gate_up, up, activation, layout)
+    d_second, _, _ = up_of(d_gate_up, None if up is None else d_up, activation, layout)
     tensors, grid = (grad, gate_up, second, d_gate_up, d_second), (ceil_div(grad.numel(), _BLOCK.value),)
-    sizes = (grad.numel() // max(width, 1), width), strides, activation_numbers(activation)
+    sizes = (grad.numel() // max(width, 1), width), (gate_up.shape[-1], step), activation_numbers(activation)
     launch(_glu_backward_kernel, grid, *tensors, *sizes, **_options(activation))
     return d_gate_up, d_up

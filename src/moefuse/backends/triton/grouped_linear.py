@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.codes import interleaved
-from moefuse.backends.gated import gate_and_up, up_biases
+from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.formats.blocks import DECODERS, RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
 from moefuse.backends.triton.plan import TokenTiles
@@ -30,7 +30,6 @@ from moefuse.backends.triton.runtime.launch import (
     wait,
 )
 from moefuse.backends.triton.runtime.tiles import IN_WORDS, Tile, product_tile
-from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Stacks, Weight
 
 _hopper_error: str | None = None
@@ -321,59 +320,24 @@ def most_tiles(S: int, E: int, BLOCK_M: int) -> int:
     return min(S, S // BLOCK_M + E + 1)
 
 
-class Rows(NamedTuple):
-    """Weights as a kernel sees them: numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format."""
-
-    data: Tensor
-    format: str = ""
-
-    @property
-    def decoder(self) -> Any:
-        """What kernels decode it with, None for numbers."""
-        return DECODERS[self.format] if self.format else None
-
-    @classmethod
-    def of(cls, weight: Weight) -> Rows:
-        if not isinstance(weight, QuantTensor):
-            return cls(weight)
-        # Decoders read up to sixteen bytes at a time; blocks that begin elsewhere, which no file has, are moved.
-        blocks = weight.blocks if begins_aligned(weight.blocks) else weight.blocks.clone()
-        return cls(blocks, weight.format)
+def rows_of(weight: Weight) -> Rows:
+    """Decoders read up to sixteen bytes at a time; blocks that begin elsewhere, which no file has, are moved."""
+    rows = Rows.of(weight)
+    return Rows(rows.data.clone(), rows.format) if rows.format and not begins_aligned(rows.data) else rows
 
 
-class Weights(NamedTuple):
-    """What a grouped product multiplies by: gate (or only) rows and up rows, the same where nothing is gated.
-
-    ``layout`` is that of the columns before the activation.
-    """
-
-    w: Rows
-    u: Rows
-    bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    layout: str = "halves"
-
-    @classmethod
-    def of(cls, weight: Weight, bias: Tensor | None = None) -> Weights:
-        rows = Rows.of(weight)
-        return cls(rows, rows, bias)
-
-    @property
-    def words(self) -> bool:
-        return in_words(self.w) and in_words(self.u)
+def decoder_of(rows: Rows) -> Any:
+    """What kernels decode it with, None for numbers."""
+    return DECODERS[rows.format] if rows.format else None
 
 
 def up_weights(stacks: Stacks, gated: bool) -> Weights:
     """The weights of the up product: gate rows and up rows as views of equal shape, whatever the layout."""
-    gate_up, up, _, bias, _, layout = stacks
-    w = u = Rows.of(gate_up)
-    if gated and up is not None:
-        u = Rows.of(up)
-        if bool(w.format) != bool(u.format):  # beside blocks, numbers must lie together along K
-            w, u = Rows(w.data.contiguous(), w.format), Rows(u.data.contiguous(), u.format)
-    elif gated:
-        w, u = (Rows(data, w.format) for data in gate_and_up(w.data, layout))
-    return Weights(w, u, *up_biases(bias, up is not None, layout, gated), layout)
+    found = Weights.of_gate_up(stacks, gated, rows_of)
+    if bool(found.w.format) == bool(found.u.format):
+        return found
+    w, u = (Rows(rows.data.contiguous(), rows.format) for rows in (found.w, found.u))
+    return found._replace(w=w, u=u)  # beside blocks, numbers must lie together along K
 
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
@@ -450,7 +414,7 @@ def product(
     E, K = plan.num_experts, x.shape[1]
     (w, w_format), (u, u_format), bias, up_bias, layout = weights
     gated = activation is not None and activation.gated
-    words = weights.words
+    words = in_words(weights.w) and in_words(weights.u)
     plain = not (scatter or fill) and bias is None and z is None and (words or not (w_format or u_format))
     if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
         tiles = tiles or TokenTiles(plan.offsets, S)
@@ -478,8 +442,8 @@ def product(
         activation_numbers(activation),
         FORM=Form(gather, scatter, fill, gated, words, packed, *blocks),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
-        W_DECODE=weights.w.decoder,
-        U_DECODE=weights.u.decoder,
+        W_DECODE=decoder_of(weights.w),
+        U_DECODE=decoder_of(weights.u),
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=PDL,
@@ -487,7 +451,7 @@ def product(
 
 
 def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    S, weights = plan.assignments, Weights.of(weight, bias)
+    S, weights = plan.assignments, Weights.of(weight, bias, rows_of)
     out = torch.empty((S, weight.shape[1]), dtype=x.dtype, device=x.device)
     tile = product_tile(S / weight.shape[0], x.element_size(), False, x.device, weights.w.format)
     product(x, weights, plan, None, out, tile, gather=gather, scatter=scatter, fill=True)

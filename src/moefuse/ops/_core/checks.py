@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import check_number
+from moefuse.types import check_int, check_number, name_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(map(name_of, dtypes))
 
 
 def check_tensor(
@@ -32,7 +32,7 @@ def check_tensor(
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
-        raise TypeError(f"{op}: {name} must be {_names(dtypes)}, got {_names((value.dtype,))}")
+        raise TypeError(f"{op}: {name} must be {_names(dtypes)}, got {name_of(value.dtype)}")
     _check_place(op, name, value, dims, like)
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
@@ -87,8 +87,7 @@ def check_eps(op: str, name: str, eps: Any) -> None:
 
 
 def check_count(op: str, name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    check_int(op, name, value)
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 

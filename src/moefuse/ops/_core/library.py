@@ -138,31 +138,37 @@ class Rule:
     """How an op is differentiated.
 
     Args:
-        keep: ``keep(results, *values)``: what of a call the backward pass needs, in the order of ``backward``.
         backward: ``backward(needs, grads, *kept)``: gradients by the name of a flat argument. ``needs`` says of each
-            whether it is asked for; ``grads`` has a gradient for each result, or None.
+            whether it is asked for; ``grads`` has a gradient for each result, or None. The other parameters are what
+            is kept of a call: values of the op and results, by their names.
+        results: the names of the op's results, where one is kept.
+        keep: ``keep(known)``: what is kept in another form, by name.
         constant: the last results of the op, as many, that have no gradient.
         sparse: gradients of results that nobody used are None and not zeros.
     """
 
     def __init__(
         self,
-        keep: Callable[..., tuple[Any, ...]],
         backward: Callable[..., Gradients],
         *,
+        results: tuple[str, ...] = (),
+        keep: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
         constant: int = 0,
         sparse: bool = False,
     ) -> None:
-        self.keep, self.backward, self.constant, self.sparse = keep, backward, constant, sparse
+        self.backward, self.results, self.keep = backward, results, keep
+        self.constant, self.sparse = constant, sparse
         self.kept = Signature(backward, leaving_out=("needs", "grads"))
 
-    def save(self, ctx: Any, results: Any, values: list[Any]) -> None:
-        flat = self.kept.flatten(self.keep(results, *values))
+    def save(self, ctx: Any, results: Any, values: dict[str, Any]) -> None:
+        made = results if isinstance(results, tuple) else (results,)
+        known = values | dict(zip(self.results, made, strict=False))
+        known |= self.keep(known)
+        flat = self.kept.flatten(known[name] for name in self.kept.names)
         tensors = [argument.is_tensor for argument in self.kept.arguments]
         ctx.save_for_backward(*(value for value, is_tensor in zip(flat, tensors, strict=True) if is_tensor))
         ctx.others = [None if is_tensor else value for value, is_tensor in zip(flat, tensors, strict=True)]
         ctx.set_materialize_grads(not self.sparse)
-        made = results if isinstance(results, tuple) else (results,)
         whole = [t for t in made if not t.is_floating_point()]
         ctx.mark_non_differentiable(*whole, *made[len(made) - self.constant :])
 
@@ -189,7 +195,7 @@ def _under_autograd(op: Op[P, R], rule: Rule | None) -> Callable[..., Any]:
             outer = torch._C._are_functorch_transforms_active()  # a transform around this one may differentiate, too
             with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
                 results = below(keys, given)
-            rule.save(ctx, results, op.signature.rebuild(given))
+            rule.save(ctx, results, dict(zip(op.signature.names, op.signature.rebuild(given), strict=True)))
             return results
 
         @staticmethod
@@ -222,7 +228,7 @@ def refuse_second_order(op: str) -> Rule:
     def backward(needs: Mapping[str, bool], grads: tuple[Tensor | None, ...]) -> Gradients:
         raise RuntimeError(f"{op}: second derivatives are not supported, got a backward pass through its gradient")
 
-    return Rule(lambda *_: (), backward)
+    return Rule(backward)
 
 
 def define(
@@ -253,9 +259,7 @@ def define(
                 specs = (value.spec,) if isinstance(value, QuantTensor) else value.specs
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
-    name = reference.__name__.removesuffix("_reference")
-    select.REFERENCES[name] = reference
-    return _defined(name + form, kernel, Signature(reference, with_backend=True), fake, rule, mutated)
+    return _defined(reference, kernel, Signature(reference, with_backend=True), fake, rule, form, mutated)
 
 
 def define_kernel(
@@ -263,21 +267,22 @@ def define_kernel(
 ) -> Op[P, R]:
     """Define the op of a reference by a kernel that does more than to run what takes the reference's place: it
     allocates what that writes to, or checks what can be seen only then. The kernel's types are the schema."""
-    name = reference.__name__.removesuffix("_reference")
-    select.REFERENCES[name] = reference
-    return _defined(name, kernel, Signature(kernel), fake, rule)
+    return _defined(reference, kernel, Signature(kernel), fake, rule)
 
 
 def _defined(
-    name: str,
+    reference: Callable[..., Any],
     kernel: Kernel[P, R],
     signature: Signature,
     fake: Callable[..., Any],
     rule: Rule | None,
+    form: str = "",
     mutated: tuple[str, ...] = (),
 ) -> Op[P, R]:
-    op = Op(name, kernel, signature, mutated)
-    OPS[name] = op
+    stem = reference.__name__.removesuffix("_reference")
+    select.REFERENCES[stem] = reference
+    name = stem + form
+    OPS[name] = op = Op(name, kernel, signature, mutated)
 
     def under_the_dispatcher(*flat: Flat) -> Any:
         return kernel(*signature.rebuild(flat))  # type: ignore[call-arg]  # its own parameters, as mypy cannot see

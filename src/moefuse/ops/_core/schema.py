@@ -122,6 +122,7 @@ class Signature:
         self._result = hints["return"]
         named = ["backend"] if with_backend else []
         named += [name for name in inspect.signature(function).parameters if name not in leaving_out]
+        self.names = named
         self._parameters = [_parameter(name, hints[name]) for name in named]
         #: two bundles may have fields of one name: the later one's is told by its parameter
         self.arguments: list[Argument] = []

@@ -19,6 +19,7 @@ from moefuse import backends, config
 from moefuse.backends import REFERENCE
 from moefuse.ops._core import memory
 from moefuse.quant.tensor import format_in
+from moefuse.types import name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +80,7 @@ def _rejection(row: backends.Backend, asked: _Question, by_name: bool) -> str | 
     if asked.saves and not row.saves():
         return f"its {asked.op} keeps nothing for gradients"
     if asked.dtype.is_floating_point and asked.dtype not in module.DTYPES:
-        return f"it has no {str(asked.dtype).removeprefix('torch.')} kernels"
+        return f"it has no {name_of(asked.dtype)} kernels"
     formats = [format_in(spec) for spec in asked.specs if spec is not None]
     lacking = dict.fromkeys(format for format in formats if format not in module.FORMATS)
     return f"it has no kernel for {', '.join(lacking)}" if lacking else None
@@ -158,7 +159,7 @@ def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
 
 def inherit(op: str, backend: str | None, saves: bool = False) -> str | None:
     """The choice to hand to a part of an op: the op's, or the environment's, where that backend has the part."""
-    row = next((row for row in backends.BACKENDS if row.name == (backend or config.backend())), None)
+    row = backends.find(backend or config.backend())
     has = row is None or (op in row.load().OPS and (row.saves() or not saves))
     return backend if has else REFERENCE
 

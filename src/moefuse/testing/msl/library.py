@@ -20,6 +20,7 @@ from moefuse.testing.msl import build
 from moefuse.testing.msl.language import lint
 from moefuse.testing.msl.shader import CompileError, Shader
 from moefuse.testing.msl.translate import translate
+from moefuse.types import name_of
 
 MAX_THREADGROUP_MEMORY = 32768
 #: of a number or list among the arguments, which Metal takes along in the command
@@ -49,8 +50,17 @@ class Fault(Exception):
         self.line = line
 
 
+_text, _pointer, _int = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int
+_u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
+
+
+def _fields(**types: Any) -> list[tuple[str, Any]]:
+    """Of a struct of the C++ runtime, in its order."""
+    return list(types.items())
+
+
 class _Three(ctypes.Structure):
-    _fields_ = [(axis, ctypes.c_uint32) for axis in "xyz"]
+    _fields_ = _fields(x=_u32, y=_u32, z=_u32)
 
     def __str__(self) -> str:
         return f"({self.x}, {self.y}, {self.z})"
@@ -60,81 +70,41 @@ class _Place(ctypes.Structure):
     _fields_ = [
         *((name, _Three) for name in ("position_in_grid", "position_in_group", "group")),
         *((name, _Three) for name in ("grid", "group_size", "groups", "dispatch_group_size")),
-        *((name, ctypes.c_uint32) for name in ("index", "lane", "simdgroup", "width", "simdgroups", "quad", "quads")),
+        *((name, _u32) for name in ("index", "lane", "simdgroup", "width", "simdgroups", "quad", "quads")),
     ]
 
 
 class _Role(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("buffer", ctypes.c_int),
-        ("offset", ctypes.c_uint32),
-        ("components", ctypes.c_uint32),
-        ("space", ctypes.c_char),
-    ]
+    _fields_ = _fields(name=_text, buffer=_int, offset=_u32, components=_u32, space=ctypes.c_char)
 
 
 class _Parameter(ctypes.Structure):
-    _fields_ = [
-        ("role", _Role),
-        ("element", ctypes.c_char_p),
-        ("bytes", ctypes.c_uint32),
-        ("pointer", ctypes.c_bool),
-        ("writable", ctypes.c_bool),
-    ]
+    _fields_ = _fields(role=_Role, element=_text, bytes=_u32, pointer=ctypes.c_bool, writable=ctypes.c_bool)
 
 
 class _Kernel(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("entry", ctypes.c_void_p),
-        ("count", ctypes.c_uint32),
-        ("max_threads", ctypes.c_uint32),
-        ("parameters", ctypes.POINTER(_Parameter)),
-    ]
+    _fields_ = _fields(name=_text, entry=_pointer, count=_u32, max_threads=_u32, parameters=ctypes.POINTER(_Parameter))
 
 
 class _Declaration(ctypes.Structure):
     pass
 
 
-_Declaration._fields_ = [
-    ("function", ctypes.c_char_p),
-    ("name", ctypes.c_char_p),
-    ("bytes", ctypes.c_uint64),
-    ("next", ctypes.POINTER(_Declaration)),
-]
+_Declaration._fields_ = _fields(function=_text, name=_text, bytes=_u64, next=ctypes.POINTER(_Declaration))
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = [
-        ("host", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-        ("storage_offset", ctypes.c_uint64),
-        ("element", ctypes.c_uint32),
-        ("writable", ctypes.c_uint32),
-        ("name", ctypes.c_char_p),
-    ]
+    _fields_ = _fields(host=_pointer, bytes=_u64, storage_offset=_u64, element=_u32, writable=_u32, name=_text)
 
 
 class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("entry", ctypes.c_void_p),
-        ("threads", _Three),
-        ("group_size", _Three),
-        ("seed", ctypes.c_uint64),
-        ("buffers", ctypes.c_uint32),
-        ("buffer", ctypes.POINTER(_Buffer)),
-    ]
+    _fields_ = _fields(
+        entry=_pointer, threads=_Three, group_size=_Three, seed=_u64, buffers=_u32, buffer=ctypes.POINTER(_Buffer)
+    )
 
 
 class _Report(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_char * 32),
-        ("text", ctypes.c_char * 1024),
-        ("program_counter", ctypes.c_uint64),
-        ("line", ctypes.c_int),
-    ]
+    _fields_ = _fields(kind=ctypes.c_char * 32, text=ctypes.c_char * 1024, program_counter=_u64, line=_int)
 
 
 @functools.cache
@@ -290,7 +260,7 @@ class Kernel:
     def _tensor(self, parameter: _Parameter, tensor: Tensor) -> _Buffer:
         name = parameter.role.name
         element = parameter.element.decode()
-        got = str(tensor.dtype).removeprefix("torch.")
+        got = name_of(tensor.dtype)
         # torch has few unsigned types, so a sign is no difference; bytes may hold any struct.
         same = element in (got, "void", "struct") or element.lstrip("u") == got.lstrip("u") or {element, got} == BYTES
         if not same:

@@ -187,27 +187,9 @@ def q3_k(block_ptr, run):
     return _half(block_ptr, 108) * (((low & 15) | ((high & 3) << 4)) - 32) * q
 
 
+_ALL = (q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, iq4_xs, mxfp4, q4_k, q5_k, q6_k, q2_k, q3_k)
 #: format -> its decoder
-DECODERS: Table[Any] = Table(
-    "triton",
-    "format",
-    {
-        "Q8_0": q8_0,
-        "Q4_0": q4_0,
-        "Q4_1": q4_1,
-        "Q5_0": q5_0,
-        "Q5_1": q5_1,
-        "IQ4_NL": iq4_nl,
-        "IQ4_XS": iq4_xs,
-        "MXFP4": mxfp4,
-        "Q4_K": q4_k,
-        "Q5_K": q5_k,
-        "Q6_K": q6_k,
-        "Q2_K": q2_k,
-        "Q3_K": q3_k,
-    },
-    FORMATS,
-)
+DECODERS: Table[Any] = Table("triton", "format", {decode.__name__.upper(): decode for decode in _ALL}, FORMATS)
 
 
 @triton.constexpr_function

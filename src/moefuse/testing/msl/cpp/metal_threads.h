@@ -194,14 +194,21 @@ inline bool simd_is_first(MSL_HERE) {
   return msl::msl_place.thread_index_in_simdgroup == 0;
 }
 
-template <class T>
-inline T simd_shuffle(T x, ushort lane, MSL_HERE) {
-  return msl::fetch("simd_shuffle", line, x, lane);
-}
-template <class T>
-inline T simd_broadcast(T x, ushort lane, MSL_HERE) {
-  return msl::fetch("simd_broadcast", line, x, lane);
-}
+// `own` is this thread's lane. A quadgroup is four neighbours of a simdgroup, which here meets as a whole.
+#define MSL_SHUFFLE(NAME, OPERAND, FROM)                                                    \
+  template <class T>                                                                        \
+  inline T NAME(T x, ushort OPERAND, MSL_HERE) {                                            \
+    [[maybe_unused]] const uint own = msl::msl_place.thread_index_in_simdgroup;             \
+    return msl::fetch(#NAME, line, x, FROM);                                                \
+  }
+MSL_SHUFFLE(simd_shuffle, lane, lane)
+MSL_SHUFFLE(simd_broadcast, lane, lane)
+MSL_SHUFFLE(simd_shuffle_xor, mask, own ^ mask)
+MSL_SHUFFLE(simd_shuffle_rotate_down, by, (own + by) % msl::SIMD_WIDTH)
+MSL_SHUFFLE(simd_shuffle_rotate_up, by, (own - by) % msl::SIMD_WIDTH)
+MSL_SHUFFLE(quad_shuffle_xor, mask, own ^ (mask & 3))
+MSL_SHUFFLE(quad_broadcast, lane, (own & ~3u) + (lane & 3))
+#undef MSL_SHUFFLE
 template <class T>
 inline T simd_broadcast_first(T x, MSL_HERE) {
   return msl::fetch("simd_broadcast_first", line, x, 0);
@@ -217,43 +224,19 @@ inline T simd_shuffle_up(T x, ushort by, MSL_HERE) {
   const uint lane = msl::msl_place.thread_index_in_simdgroup;
   return msl::fetch("simd_shuffle_up", line, x, lane - by, lane >= by);
 }
-template <class T>
-inline T simd_shuffle_xor(T x, ushort mask, MSL_HERE) {
-  return msl::fetch("simd_shuffle_xor", line, x, msl::msl_place.thread_index_in_simdgroup ^ mask);
-}
-template <class T>
-inline T simd_shuffle_rotate_down(T x, ushort by, MSL_HERE) {
-  return msl::fetch("simd_shuffle_rotate_down", line, x, (msl::msl_place.thread_index_in_simdgroup + by) % msl::SIMD_WIDTH);
-}
-template <class T>
-inline T simd_shuffle_rotate_up(T x, ushort by, MSL_HERE) {
-  return msl::fetch("simd_shuffle_rotate_up", line, x, (msl::msl_place.thread_index_in_simdgroup - by) % msl::SIMD_WIDTH);
-}
-
-// A quadgroup is four neighbours of a simdgroup, which here meets as a whole.
-template <class T>
-inline T quad_shuffle_xor(T x, ushort mask, MSL_HERE) {
-  return msl::fetch("quad_shuffle_xor", line, x, msl::msl_place.thread_index_in_simdgroup ^ (mask & 3));
-}
-template <class T>
-inline T quad_broadcast(T x, ushort lane, MSL_HERE) {
-  return msl::fetch("quad_broadcast", line, x, (msl::msl_place.thread_index_in_simdgroup & ~3u) + (lane & 3));
-}
-template <class T>
-inline T quad_sum(T x, MSL_HERE) {
-  x = x + quad_shuffle_xor(x, 2, line);
-  return x + quad_shuffle_xor(x, 1, line);
-}
-template <class T>
-inline T quad_max(T x, MSL_HERE) {
-  x = max(x, quad_shuffle_xor(x, 2, line));
-  return max(x, quad_shuffle_xor(x, 1, line));
-}
-template <class T>
-inline T quad_min(T x, MSL_HERE) {
-  x = min(x, quad_shuffle_xor(x, 2, line));
-  return min(x, quad_shuffle_xor(x, 1, line));
-}
+#define MSL_QUAD(NAME, JOIN)                                                                \
+  template <class T>                                                                        \
+  inline T NAME(T a, MSL_HERE) {                                                            \
+    for (ushort mask = 2; mask > 0; --mask) {                                               \
+      const T b = quad_shuffle_xor(a, mask, line);                                          \
+      a = JOIN;                                                                             \
+    }                                                                                       \
+    return a;                                                                               \
+  }
+MSL_QUAD(quad_sum, a + b)
+MSL_QUAD(quad_max, max(a, b))
+MSL_QUAD(quad_min, min(a, b))
+#undef MSL_QUAD
 
 // Each lane holds two neighbours of a row, where Apple's GPUs have them.
 template <class T, int ROWS = 8, int COLUMNS = 8>

@@ -93,44 +93,32 @@ MSL_ARITHMETIC(unsigned long)
 struct bfloat;
 
 // Each operation is done in float and rounded once: with 24 bits for 11 or 8 that is the correctly rounded result.
-#define MSL_SMALL_FLOAT(NAME, FROM_FLOAT, TO_FLOAT, IMPLICIT)                                                          \
-  struct NAME {                                                                                                        \
-    msl::u16 bits;                                                                                                     \
-    NAME() = default;                                                                                                  \
-    IMPLICIT NAME(float x) : bits(msl::FROM_FLOAT(x)) {}                                                               \
-    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
-    IMPLICIT NAME(I x) : bits(msl::FROM_FLOAT(float(x))) {}                                                            \
-    operator float() const { return msl::TO_FLOAT(bits); }                                                             \
-    NAME& operator+=(NAME o) { return *this = *this + o; }                                                             \
-    NAME& operator-=(NAME o) { return *this = *this - o; }                                                             \
-    NAME& operator*=(NAME o) { return *this = *this * o; }                                                             \
-    NAME& operator/=(NAME o) { return *this = *this / o; }                                                             \
-    NAME operator-() const { return NAME(-float(*this)); }                                                             \
-    NAME operator+() const { return *this; }                                                                           \
-    friend NAME operator+(NAME a, NAME b) { return NAME(float(a) + float(b)); }                                        \
-    friend NAME operator-(NAME a, NAME b) { return NAME(float(a) - float(b)); }                                        \
-    friend NAME operator*(NAME a, NAME b) { return NAME(float(a) * float(b)); }                                        \
-    friend NAME operator/(NAME a, NAME b) { return NAME(float(a) / float(b)); }                                        \
-    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
-    friend NAME operator+(NAME a, I b) { return a + NAME(b); }                                                         \
-    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
-    friend NAME operator-(NAME a, I b) { return a - NAME(b); }                                                         \
-    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
-    friend NAME operator*(NAME a, I b) { return a * NAME(b); }                                                         \
-    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                              \
-    friend NAME operator/(NAME a, I b) { return a / NAME(b); }                                                         \
-    friend float operator+(NAME a, float b) { return float(a) + b; }                                                   \
-    friend float operator-(NAME a, float b) { return float(a) - b; }                                                   \
-    friend float operator*(NAME a, float b) { return float(a) * b; }                                                   \
-    friend float operator/(NAME a, float b) { return float(a) / b; }                                                   \
-    friend float operator+(float a, NAME b) { return a + float(b); }                                                   \
-    friend float operator-(float a, NAME b) { return a - float(b); }                                                   \
-    friend float operator*(float a, NAME b) { return a * float(b); }                                                   \
-    friend float operator/(float a, NAME b) { return a / float(b); }                                                   \
+#define MSL_OPERATOR(NAME, OP)                                                                                        \
+    NAME& operator OP##=(NAME o) { return *this = *this OP o; }                                                       \
+    friend NAME operator OP(NAME a, NAME b) { return NAME(float(a) OP float(b)); }                                    \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                             \
+    friend NAME operator OP(NAME a, I b) { return a OP NAME(b); }                                                     \
+    friend float operator OP(NAME a, float b) { return float(a) OP b; }                                               \
+    friend float operator OP(float a, NAME b) { return a OP float(b); }
+#define MSL_SMALL_FLOAT(NAME, FROM_FLOAT, TO_FLOAT, IMPLICIT)                                                         \
+  struct NAME {                                                                                                       \
+    msl::u16 bits;                                                                                                    \
+    NAME() = default;                                                                                                 \
+    IMPLICIT NAME(float x) : bits(msl::FROM_FLOAT(x)) {}                                                              \
+    template <class I, class = metal::enable_if_t<msl::is_arithmetic<I>>>                                             \
+    IMPLICIT NAME(I x) : bits(msl::FROM_FLOAT(float(x))) {}                                                           \
+    operator float() const { return msl::TO_FLOAT(bits); }                                                            \
+    NAME operator-() const { return NAME(-float(*this)); }                                                            \
+    NAME operator+() const { return *this; }                                                                          \
+    MSL_OPERATOR(NAME, +)                                                                                             \
+    MSL_OPERATOR(NAME, -)                                                                                             \
+    MSL_OPERATOR(NAME, *)                                                                                             \
+    MSL_OPERATOR(NAME, /)                                                                                             \
   };
 MSL_SMALL_FLOAT(half, float_to_half, half_to_float, )
 MSL_SMALL_FLOAT(bfloat, float_to_bfloat, bfloat_to_float, explicit)
 #undef MSL_SMALL_FLOAT
+#undef MSL_OPERATOR
 
 namespace metal {
 
