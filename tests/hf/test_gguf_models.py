@@ -1,5 +1,6 @@
 """from_gguf: a file's model and tokenizer, against transformers with the same numbers."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from moefuse.hf.gguf_experts import BlockExperts, block_experts
 from moefuse.hf.gguf_models import ARCHITECTURES
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import FAMILIES
+from moefuse.nn.quantized import QuantModule
 from moefuse.quant.gguf import read, write
 from moefuse.testing.compare import difference
 
@@ -29,14 +31,24 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
         return model(input_ids=tokens).logits
 
 
-def errors_of(name: str, path: Path) -> list[float]:
-    """The error of a fresh file's model: as it comes, patched, and with its experts as numbers."""
-    stock = make(KINDS[name], path)
+#: what is in numbers though the file has blocks: a router, a product with one row, rows that are laid across blocks
+NUMBERS = r"router\.proj|mlp\.shared_expert_gate|linear_attn\.out_proj|self_attn\.kv_b_proj"
+
+
+def errors_of(name: str, path: Path, in_blocks: bool) -> list[float]:
+    """The error of a fresh file's model: as it comes, patched, and with all as numbers."""
+    stock = make(KINDS[name], path, in_blocks=in_blocks)
     stock.set_experts_implementation("eager")
     model, _ = load(path)
     assert type(model) is type(stock)
     assert all(not value.is_meta and not value.requires_grad for value in model.parameters())
     assert len(block_experts(model)) == len(list(on_interface(stock))) > 0
+    if in_blocks:
+        matrices = {path: m for path, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        numbers = {path for path, module in matrices.items() if not isinstance(module, QuantModule)}
+        assert all(re.fullmatch(rf"model\.layers\.\d+\.({NUMBERS})", path) for path in numbers), numbers
+        assert name != "deepseek2 with keys and values in one matrix" or not numbers
+        assert len({module.spec for path, module in matrices.items() if path not in numbers}) > 3
     tokens = torch.randint(0, stock.config.vocab_size, (2, 24))
     want = logits(stock, tokens).double()
     assert want.std() > 0.03, "logits next to nothing would hide every fault"
@@ -47,6 +59,8 @@ def errors_of(name: str, path: Path) -> list[float]:
     moefuse.hf.unpatch(model)
     moefuse.hf.dequantize(model)
     assert kinds(model) == kinds(stock)
+    words, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (words is output) == stock.config.tie_word_embeddings
     model.set_experts_implementation("eager")
     errors.append(difference(logits(model, tokens), want).worst)
     print(name, errors)
@@ -57,14 +71,15 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules()]
 
 
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["some matrices in blocks", "all matrices in blocks"])
 @pytest.mark.parametrize("name", KINDS)
-def test_same_logits_as_transformers_with_the_same_numbers(tmp_path: Path, name: str) -> None:
+def test_same_logits_as_transformers_with_the_same_numbers(tmp_path: Path, name: str, in_blocks: bool) -> None:
     if name in LATER:
         pytest.skip("this release of transformers cannot run it")
-    errors = errors_of(name, tmp_path / "model.gguf")
+    errors = errors_of(name, tmp_path / "model.gguf", in_blocks)
     if max(errors) > TOLERANCE:
         # A router may stand between two experts by less than float32 tells apart; then three other draws must not.
-        errors = [error for _ in range(3) for error in errors_of(name, tmp_path / "model.gguf")]
+        errors = [error for _ in range(3) for error in errors_of(name, tmp_path / "model.gguf", in_blocks)]
     assert max(errors) < TOLERANCE
 
 
