@@ -108,6 +108,11 @@ struct Stacks {
   Layout layout;
 };
 
+struct Projections {
+  Weight weight, second, third, fourth;  // [N, K] each, as one expert's [1, N, K]; but for the first they may be absent
+  Tensor bias, second_bias, third_bias, fourth_bias;
+};
+
 struct Tail {
   Tensor shared;        // [T, H]
   Tensor shared_gate;   // [T]
@@ -149,6 +154,9 @@ void check_plan(const Plan& plan);
 // x [T, K] or [S, K] -> y [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
 void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
                     int threads);
+
+// x [T, K] -> out [T, N of all], the weights' results side by side; residual is like out, or absent.
+void linear(Tensor x, const Projections& projections, Tensor residual, Output out, int threads);
 
 // out is [E, N, K]: the sum over each expert's rows of grad (outer) x.
 void grouped_outer(Tensor grad, Tensor x, const Plan& plan, bool gather, bool scatter, Output out, int threads);

@@ -164,6 +164,17 @@ class Reader {
     field<"layout">(from, to.layout);
   }
 
+  void read(nb::handle from, Projections& to) {
+    rows_field<"weight">(from, to.weight);
+    rows_field<"second">(from, to.second);
+    rows_field<"third">(from, to.third);
+    rows_field<"fourth">(from, to.fourth);
+    field<"bias">(from, to.bias);
+    field<"second_bias">(from, to.second_bias);
+    field<"third_bias">(from, to.third_bias);
+    field<"fourth_bias">(from, to.fourth_bias);
+  }
+
   void read(nb::handle from, Tail& to) {
     field<"shared">(from, to.shared);
     field<"shared_gate">(from, to.shared_gate);

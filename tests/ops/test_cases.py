@@ -17,7 +17,7 @@ def test_case(case, dtype, target, rng):
 
 
 def test_the_table_reaches_every_op():
-    ops = {"route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts", "moe"}
+    ops = {"route", "gate", "plan", "grouped_linear", "grouped_outer", "linear", "glu", "combine", "experts", "moe"}
     assert {case.op for case in cases.CASES} == ops
 
 

@@ -51,6 +51,7 @@ _GATE = Tolerance(
 # Each row of activations is rounded to 8 bits per block: at most 1/254 of the block's largest, 0.3% to 0.7% of a row.
 _INT8 = {
     "grouped_linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
+    "linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
     "experts": Tolerance(
         8e-2, 5e-2, "gate, up and the heavy-tailed hidden row round, 1.2% together; experts of a token may cancel"
     ),
@@ -181,7 +182,11 @@ def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     if isinstance(result, moefuse.Plan):
         return {name: getattr(result, name) for name in ("counts", "offsets", "order", "inverse")}
     results = result if isinstance(result, tuple) else (result,)
-    names = {"route": ("weights", "ids"), "gate": ("weights", "ids", "normed")}.get(op, ("out", "normed"))
+    names = {
+        "route": ("weights", "ids"),
+        "gate": ("weights", "ids", "normed"),
+        "linear": ("out", "second", "third", "fourth"),
+    }.get(op, ("out", "normed"))
     return dict(zip(names, results, strict=False))
 
 
@@ -283,10 +288,17 @@ def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) 
                 yield lambda c=case, t=dtype, b=backend, d=device: run(c, t, b, d, seed)  # type: ignore[misc]
 
 
-def _linear_in_blocks(spec: str, name: str, why: str) -> Case:
+def _grouped_in_blocks(spec: str, name: str, why: str) -> Case:
     K = 512 if FORMATS[format_in(spec)].values == 256 else 416
-    linear = make.linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
-    return Case("grouped_linear", name, why, linear, specs=(spec,))
+    grouped = make.grouped_linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
+    return Case("grouped_linear", name, why, grouped, specs=(spec,))
+
+
+def _linear_in_blocks(spec: str, T: int) -> Case:
+    K = 512 if FORMATS[format_in(spec)].values == 256 else 416
+    name = f"{spec.lower().replace(':', '_')}_{'one' if T == 1 else 'few'}"
+    linear = make.linear(T, K, (52, spec), bias=T > 1, residual=T == 1)
+    return Case("linear", name, f"{spec}, T={T}", linear, gradients=T > 1, specs=(spec,))
 
 
 def _experts_in_blocks(name: str, why: str, specs: tuple[str | None, ...], T: int = 7, **on: Any) -> Case:
@@ -333,22 +345,46 @@ CASES: tuple[Case, ...] = (
     Case("plan", "one_expert", "E=1", make.plan(9, 1, 1), _F32, False),
     Case("plan", "e1000", "many experts, most of them empty", make.plan(20, 1000, 8), _F32, False),
     Case("plan", "many", "more assignments than an int16 holds", make.plan(9000, 64, 4), _F32, False),
-    Case("grouped_linear", "up", "the up product", make.linear(17, 8, 48, 64, 3, True, False)),
-    Case("grouped_linear", "down", "the down product", make.linear(17, 8, 64, 48, 3, False, True)),
+    Case("grouped_linear", "up", "the up product", make.grouped_linear(17, 8, 48, 64, 3, True, False)),
+    Case("grouped_linear", "down", "the down product", make.grouped_linear(17, 8, 64, 48, 3, False, True)),
     Case("grouped_linear", "odd", "no size a multiple of anything",
-         make.linear(13, 5, 37, 51, 2, True, True, bias=True)),
-    Case("grouped_linear", "slots", "gather from slot order", make.linear(11, 4, 32, 40, 2, True, False, slots=True)),
-    Case("grouped_linear", "expert_major", "rows in and out expert-major", make.linear(11, 4, 32, 40, 2, False, False)),
+         make.grouped_linear(13, 5, 37, 51, 2, True, True, bias=True)),
+    Case("grouped_linear", "slots", "gather from slot order",
+         make.grouped_linear(11, 4, 32, 40, 2, True, False, slots=True)),
+    Case("grouped_linear", "expert_major", "rows in and out expert-major",
+         make.grouped_linear(11, 4, 32, 40, 2, False, False)),
     Case("grouped_linear", "messy", "sentinel rows are zero, duplicates count",
-         make.linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
+         make.grouped_linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
     Case("grouped_linear", "one_expert", "every row to the last expert",
-         make.linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
+         make.grouped_linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
     Case("grouped_linear", "transposed", "weights strided, as the input gradient has them",
-         make.linear(9, 4, 24, 40, 2, False, False, transposed=True)),
-    Case("grouped_linear", "one_token", "T=1", make.linear(1, 16, 96, 128, 8, True, False)),
-    Case("grouped_linear", "no_token", "T=0", make.linear(0, 4, 8, 16, 2, True, True, bias=True)),
-    *(_linear_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
-    *(_linear_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
+         make.grouped_linear(9, 4, 24, 40, 2, False, False, transposed=True)),
+    Case("grouped_linear", "one_token", "T=1", make.grouped_linear(1, 16, 96, 128, 8, True, False)),
+    Case("grouped_linear", "no_token", "T=0", make.grouped_linear(0, 4, 8, 16, 2, True, True, bias=True)),
+    *(_grouped_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
+    *(_grouped_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
+    Case("linear", "one_token", "T=1", make.linear(1, 96, (40, None))),
+    Case("linear", "few", "T=5, all parts", make.linear(5, 64, (48, None), bias=True, residual=True)),
+    Case("linear", "many", "more rows than one launch takes on a GPU", make.linear(40, 64, (48, None), residual=True)),
+    Case("linear", "odd", "no size a multiple of anything, T=1",
+         make.linear(1, 67, (37, None), bias=True, residual=True)),
+    Case("linear", "odd_few", "the same, T=13", make.linear(13, 67, (37, None), bias=True, residual=True)),
+    Case("linear", "qkv", "three weights of the same rows, T=1",
+         make.linear(1, 96, (64, None), (19, None), (16, None), bias=True)),
+    Case("linear", "qkv_few", "the same, T=7", make.linear(7, 64, (64, None), (19, None), (16, None), bias=True)),
+    Case("linear", "four_many", "four weights, T=33",
+         make.linear(33, 64, (40, None), (24, None), (16, None), (9, None), bias=True)),
+    Case("linear", "no_token", "T=0", make.linear(0, 64, (40, None), (24, None), bias=True)),
+    *(_linear_in_blocks(name, 5) for name in FORMATS),
+    *(_linear_in_blocks(f"{name}:exact", 1) for name in FORMATS),
+    *(
+        Case("linear", f"mixed_{name}", f"two formats and numbers, T={T}",
+             make.linear(T, 512, (48, "Q4_K:exact"), (24, None), (16, "Q6_K:exact"), bias=True),
+             specs=("Q4_K:exact", "Q6_K:exact"), gradients=T > 1)
+        for name, T in (("one", 1), ("few", 3), ("many", 40))
+    ),
+    Case("linear", "q4_k_residual_many", "blocks and a residual, T=40",
+         make.linear(40, 256, (48, "Q4_K:exact"), residual=True), specs=("Q4_K:exact",)),
     Case("grouped_outer", "up", "gradient of the up product", make.outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
     Case("grouped_outer", "down", "of the down product", make.outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
     Case("grouped_outer", "no_token", "T=0: all zero", make.outer(0, 3, 8, 8, 2, True, False), DTYPES, False),

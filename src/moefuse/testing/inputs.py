@@ -155,7 +155,7 @@ def messy_ids(T: int, top_k: int, E: int) -> Callable[[Inputs], Tensor]:
     return make
 
 
-def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Maker:
+def grouped_linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         ids = messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
         if on.get("one_expert"):
@@ -170,6 +170,22 @@ def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bo
             x = inputs.uniform(rows, K, low=-1.7, high=1.7)
         bias = inputs.normal(E, N) if on.get("bias") else None
         return {"x": x, "weight": weight, "plan": plan, "gather": gather, "scatter": scatter, "bias": bias}
+
+    return make
+
+
+def linear(T: int, K: int, *weights: tuple[int, str | None], bias: bool = False, residual: bool = False) -> Maker:
+    """``weights``: of each its N and its spec. Of several the second has no bias."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        made = tuple(inputs.stack(spec, N, K) for N, spec in weights)
+        biases = tuple(inputs.normal(N) if bias and i != 1 else None for i, (N, _) in enumerate(weights))
+        # Bounded, so that the step of 8-bit activations, which follows the largest, is the same in every row.
+        x = inputs.uniform(T, K, low=-1.7, high=1.7)
+        if len(made) > 1:
+            return {"x": x, "weight": made, "bias": biases if bias else None}
+        added = inputs.normal(T, made[0].shape[0]) if residual else None
+        return {"x": x, "weight": made[0], "bias": biases[0], "residual": added}
 
     return make
 

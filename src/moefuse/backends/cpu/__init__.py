@@ -18,6 +18,7 @@ from moefuse.backends.cpu.gate_backward import gate_backward
 from moefuse.backends.cpu.glu import glu, glu_backward
 from moefuse.backends.cpu.grouped_linear import grouped_linear
 from moefuse.backends.cpu.grouped_outer import grouped_outer
+from moefuse.backends.cpu.linear import linear
 from moefuse.backends.cpu.plan import plan
 from moefuse.backends.cpu.route import route
 from moefuse.backends.cpu.route_backward import route_backward
@@ -30,6 +31,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "plan": plan,
     "grouped_linear": grouped_linear,
     "grouped_outer": grouped_outer,
+    "linear": linear,
     "glu": glu,
     "glu_backward": glu_backward,
     "combine": combine,

@@ -16,7 +16,7 @@ _INTERPRETED = config.triton_interpreted() and not torch.cuda.is_available()
 DTYPES = frozenset((torch.float32, torch.float16) if _INTERPRETED else (torch.float32, torch.float16, torch.bfloat16))
 
 _OPS = (
-    *("route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts"),
+    *("route", "gate", "plan", "grouped_linear", "grouped_outer", "linear", "glu", "combine", "experts"),
     *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
 )
 
