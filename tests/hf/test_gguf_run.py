@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +108,23 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "fetch it again" in refusal(cut)
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("blk.1.ffn_down_exps.weight", "mlp.experts (blk.1.ffn_gate_exps.weight, blk.1.ffn_up_exps.weight, blk.1"),
+        ("blk.1.attn_output.weight", "self_attn.o_proj (blk.1.attn_output.weight)"),
+    ],
+)
 @pytest.mark.parametrize("more", [(), ("--compare", "--against", "eager")])
-def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...], name: str, where: str) -> None:
     path = tmp_path / "model.gguf"
-    make(KINDS["olmoe"], path)
+    make(replace(KINDS["olmoe"], formats=KINDS["olmoe"].formats | {"attn_output": "Q8_0"}), path)
     file = read(path)
-    stack = file["blk.1.ffn_down_exps.weight"]
-    stack.blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
+    file[name].blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
     write(path, file.metadata, dict(file))
     code, output = invoke(path, "--prompt", PROMPT, "--max-tokens", 4, "--dtype", "fp32", *more)
     assert code == 1, output
-    assert "moefuse: the logits are not finite: it began in model.layers.1.mlp.experts;" in output
+    assert f"moefuse: the logits are not finite: it began in model.layers.1.{where}" in output
     assert "at 0.0/s" not in output
     assert "nan" not in output
 

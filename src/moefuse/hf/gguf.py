@@ -158,11 +158,12 @@ class _Source:
     def __init__(self, file: GGUFFile, architecture: Architecture, keys: Keys, bar: Progress) -> None:
         self.file, self.architecture, self.keys, self.bar = file, architecture, keys, bar
         self.task = bar.add_task("loading", total=sum(info.nbytes for info in file.infos.values()))
-        self.used: set[str] = set()
+        #: tensors in the file -> the module that they have become part of
+        self.used: dict[str, str] = {}
 
-    def note(self, *names: str) -> None:
-        """These tensors have found their places."""
-        self.used.update(names)
+    def note(self, path: str, *names: str) -> None:
+        """These tensors have found their place in a module."""
+        self.used |= dict.fromkeys(names, path)
         self.bar.advance(self.task, sum(self.file.infos[name].nbytes for name in names))
 
     def way(self, name: str) -> Made | None:
@@ -182,7 +183,7 @@ class _Source:
         first, *_ = matrices
         made = QuantTensor(self._made(way, [one.blocks for one in matrices]), first.format)
         _check_shape(name, made.shape, shape, way)
-        self.note(*way.names)
+        self.note(name.rpartition(".")[0], *way.names)
         if made.blocks.data_ptr() != first.blocks.data_ptr():
             self._release(way)
         return made
@@ -203,7 +204,7 @@ class _Source:
             way, [one.dequantize(dtype) if isinstance(one, QuantTensor) else one.to(dtype) for one in tensors]
         )
         _check_shape(name, made.shape, target.shape, way)
-        self.note(*way.names)
+        self.note(name.rpartition(".")[0], *way.names)
         # A plain tensor of the model's own type is a view of the map.
         if any(isinstance(one, QuantTensor) or one.dtype != target.dtype for one in tensors):
             self._release(way)
@@ -238,7 +239,7 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype, exact: bool, dense: b
         layer = int(re.findall(r"\.layers\.(\d+)\.", path)[0])
         model.set_submodule(path, _experts_of(source.file, layer, stock, dtype, exact))
         experts = re.compile(rf"blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
-        source.note(*filter(experts.fullmatch, source.file))
+        source.note(path, *filter(experts.fullmatch, source.file))
     tied = _tied(model)
     if not dense:
         for path, stock in list(model.named_modules()):
@@ -258,6 +259,15 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype, exact: bool, dense: b
             _assign(model, name, value.to(torch.float32 if kept else target.dtype))
     tie_words(model)
     _check_all_used(model, source)
+    model._gguf_tensors = source.used
+
+
+def stored_in(model: Any) -> dict[str, tuple[str, ...]]:
+    """Path of a module -> the names that its tensors have in the GGUF file of a model, if it is from one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, path in getattr(model, "_gguf_tensors", {}).items():
+        found[path] = (*found.get(path, ()), name)
+    return found
 
 
 def _tied(model: Any) -> set[str]:

@@ -53,7 +53,9 @@ def _bits_in_order(field: Tensor, bits: int) -> Tensor:
 
 def _lookup(codes: tuple[int, ...], q: Tensor) -> Tensor:
     """Codes of a byte by their numbers. The table is made where q is: no CUDA graph takes a copy from the host."""
-    low, high = (int.from_bytes(np.int8(half).tobytes(), "little", signed=True) for half in (codes[:8], codes[8:]))
+    low, high = (
+        int.from_bytes(np.array(half, np.int8).tobytes(), "little", signed=True) for half in (codes[:8], codes[8:])
+    )
     i = torch.arange(16, device=q.device)
     table = (torch.where(i < 8, low, high) >> i % 8 * 8 & 255).to(torch.uint8).view(torch.int8).float()
     return table[q.int()]
