@@ -23,7 +23,7 @@ from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
 from moefuse.nn.quantized import QuantModule
-from moefuse.quant.gguf import GGUFFile, brief, read
+from moefuse.quant.gguf import GGUFFile, Malformed, brief, read
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import dtype_named
 
@@ -88,7 +88,9 @@ def _open(path: Path) -> GGUFFile:
     try:
         file = read(path)
         name = file.architecture
-    except (ValueError, OSError) as error:
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is a part of a model, and there is no {error.filename}: fetch it, too") from error
+    except (Malformed, OSError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}. The file is damaged, cut short or no GGUF: fetch it again"
         ) from error
