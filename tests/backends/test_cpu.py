@@ -97,6 +97,21 @@ def test_the_same_gradients_whatever_the_threads(isa: str, dtype: torch.dtype, T
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), isa
 
 
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("T", [1, 5, 60])
+@pytest.mark.usefixtures("threads")
+def test_linear_has_the_same_bits_whatever_the_threads(isa: str, dtype: torch.dtype, T: int) -> None:
+    made = cases.Inputs(torch.Generator().manual_seed(int(torch.randint(2**31, ()))), dtype)
+    x = made.normal(T, 512)
+    weights = made.weight(700, 512), made.stack("Q4_K", 300, 512), made.stack("Q8_0:exact", 77, 512)
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(torch.cat(moefuse.linear(x, weights, backend="cpu"), 1))
+    assert all(torch.equal(results[0], other) for other in results[1:]), isa
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     made = layer(40, 6, 128, 64, 2, torch.bfloat16)
     whole = run_layer(made)

@@ -47,9 +47,13 @@ def plan(**changes):
     moefuse.plan(**({"ids": ids_of(), "num_experts": E} | changes))
 
 
-def linear(**changes):
+def grouped(**changes):
     given = {"x": rand(T, H), "weight": rand(E, I, H), "plan": PLAN, "gather": True, "scatter": True}
     moefuse.grouped_linear(**(given | changes))
+
+
+def linear(**changes):
+    moefuse.linear(**({"x": rand(T, H), "weight": rand(I, H)} | changes))
 
 
 def outer(**changes):
@@ -196,34 +200,74 @@ ROWS = {
     "plan-list": (lambda: plan(ids=[[0, 1]]), TypeError, ("plan", "ids must be a tensor", "list")),
     "plan-backend": (lambda: plan(backend="gpu"), ValueError, ("plan", "backend", *ALL_BACKENDS, "'gpu'")),
     # grouped_linear
-    "linear-x-rank": (lambda: linear(x=rand(T, K, H)), ValueError, ("grouped_linear", "x must be", "[3, 2, 6]")),
-    "linear-x-rows": (
-        lambda: linear(x=rand(T + 1, H)), ValueError, ("grouped_linear", "x must have 3 or 6 rows", "got 4")),
-    "linear-expert-major-rows": (
-        lambda: linear(gather=False), ValueError, ("grouped_linear", "x must have 6 rows", "got 3")),
-    "linear-weight-rank": (
-        lambda: linear(weight=rand(I, H)), ValueError, ("grouped_linear", "weight must be [E, N, K]", "[5, 6]")),
-    "linear-weight-E": (
-        lambda: linear(weight=rand(E + 1, I, H)), ValueError,
+    "grouped-x-rank": (lambda: grouped(x=rand(T, K, H)), ValueError, ("grouped_linear", "x must be", "[3, 2, 6]")),
+    "grouped-x-rows": (
+        lambda: grouped(x=rand(T + 1, H)), ValueError, ("grouped_linear", "x must have 3 or 6 rows", "got 4")),
+    "grouped-expert-major-rows": (
+        lambda: grouped(gather=False), ValueError, ("grouped_linear", "x must have 6 rows", "got 3")),
+    "grouped-weight-rank": (
+        lambda: grouped(weight=rand(I, H)), ValueError, ("grouped_linear", "weight must be [E, N, K]", "[5, 6]")),
+    "grouped-weight-E": (
+        lambda: grouped(weight=rand(E + 1, I, H)), ValueError,
         ("grouped_linear", "weight must be [E=4, N, K=6]", "E=5")),
-    "linear-weight-K": (
-        lambda: linear(weight=rand(E, H, I)), ValueError, ("grouped_linear", "weight must be [E=4, N, K=6]", "K=5")),
-    "linear-weight-type": (
-        lambda: linear(weight=rand(E, I, H, dtype=BF16)), TypeError,
+    "grouped-weight-K": (
+        lambda: grouped(weight=rand(E, H, I)), ValueError, ("grouped_linear", "weight must be [E=4, N, K=6]", "K=5")),
+    "grouped-weight-type": (
+        lambda: grouped(weight=rand(E, I, H, dtype=BF16)), TypeError,
         ("grouped_linear", "weight must have the type of x", "bfloat16")),
-    "linear-weight-int": (
-        lambda: linear(weight=torch.ones(E, I, H, dtype=torch.int8)), TypeError, ("grouped_linear", "weight", "int8")),
+    "grouped-weight-int": (
+        lambda: grouped(weight=torch.ones(E, I, H, dtype=torch.int8)), TypeError, ("grouped_linear", "weight", "int8")),
+    "grouped-weight-device": (
+        lambda: grouped(weight=meta(E, I, H)), ValueError, ("grouped_linear", "weight must be on cpu", "meta")),
+    "grouped-x-device": (lambda: grouped(x=meta(T, H)), ValueError, ("grouped_linear", "x must be on cpu", "meta")),
+    "grouped-x-int": (lambda: grouped(x=torch.ones(T, H).int()), TypeError, ("grouped_linear", "x must be", "int32")),
+    "grouped-plan": (lambda: grouped(plan=ids_of()), TypeError, ("grouped_linear", "plan must be a Plan", "Tensor")),
+    "grouped-bias": (
+        lambda: grouped(bias=rand(E, H)), ValueError, ("grouped_linear", "bias must be [E=4, N=5]", "N=6")),
+    "grouped-bias-rank": (lambda: grouped(bias=rand(I)), ValueError, ("grouped_linear", "bias must be [E, N]", "[5]")),
+    "grouped-bias-float64": (
+        lambda: grouped(bias=rand(E, I, dtype=F64)), TypeError,
+        ("grouped_linear", "float64 must not be mixed", "bias")),
+    "grouped-sparse": (
+        lambda: grouped(weight=rand(E, I, H).to_sparse()), TypeError, ("grouped_linear", "weight", "dense")),
+    # linear
+    "linear-x-rank": (lambda: linear(x=rand(H)), ValueError, ("linear", "x must be [T, K]", "[6]")),
+    "linear-x-int": (lambda: linear(x=torch.ones(T, H).int()), TypeError, ("linear", "x must be", "int32")),
+    "linear-weight-rank": (
+        lambda: linear(weight=rand(E, I, H)), ValueError, ("linear", "weight must be [N, K]", "[4, 5, 6]")),
+    "linear-weight-K": (lambda: linear(weight=rand(H, I)), ValueError, ("linear", "weight must be [N, K=6]", "K=5")),
+    "linear-weight-type": (
+        lambda: linear(weight=rand(I, H, dtype=BF16)), TypeError,
+        ("linear", "weight must have the type of x", "bfloat16")),
     "linear-weight-device": (
-        lambda: linear(weight=meta(E, I, H)), ValueError, ("grouped_linear", "weight must be on cpu", "meta")),
-    "linear-x-device": (lambda: linear(x=meta(T, H)), ValueError, ("grouped_linear", "x must be on cpu", "meta")),
-    "linear-x-int": (lambda: linear(x=torch.ones(T, H).int()), TypeError, ("grouped_linear", "x must be", "int32")),
-    "linear-plan": (lambda: linear(plan=ids_of()), TypeError, ("grouped_linear", "plan must be a Plan", "Tensor")),
-    "linear-bias": (lambda: linear(bias=rand(E, H)), ValueError, ("grouped_linear", "bias must be [E=4, N=5]", "N=6")),
-    "linear-bias-rank": (lambda: linear(bias=rand(I)), ValueError, ("grouped_linear", "bias must be [E, N]", "[5]")),
+        lambda: linear(weight=meta(I, H)), ValueError, ("linear", "weight must be on cpu", "meta")),
+    "linear-weight-list": (
+        lambda: linear(weight=[rand(I, H)]), TypeError, ("linear", "weight must be a tensor", "list")),
+    "linear-no-weight": (lambda: linear(weight=()), ValueError, ("linear", "a tuple of one to 4", "got 0")),
+    "linear-five-weights": (
+        lambda: linear(weight=(rand(I, H),) * 5), ValueError, ("linear", "a tuple of one to 4", "got 5")),
+    "linear-second-weight": (
+        lambda: linear(weight=(rand(I, H), rand(I, I))), ValueError, ("linear", "weight[1] must be [N, K=6]", "K=5")),
+    "linear-bias": (lambda: linear(bias=rand(H)), ValueError, ("linear", "bias must be [N=5]", "N=6")),
+    "linear-bias-tuple": (lambda: linear(bias=(rand(I),)), TypeError, ("linear", "bias must be a tensor", "tuple")),
+    "linear-bias-not-tuple": (
+        lambda: linear(weight=(rand(I, H),), bias=rand(I)), TypeError, ("linear", "bias must be a tuple", "Tensor")),
+    "linear-biases": (
+        lambda: linear(weight=(rand(I, H),) * 2, bias=(None,)), ValueError,
+        ("linear", "an entry for each of 2 weights", "got 1")),
+    "linear-second-bias": (
+        lambda: linear(weight=(rand(I, H),) * 2, bias=(None, rand(H))), ValueError,
+        ("linear", "bias[1] must be [N=5]", "N=6")),
     "linear-bias-float64": (
-        lambda: linear(bias=rand(E, I, dtype=F64)), TypeError, ("grouped_linear", "float64 must not be mixed", "bias")),
-    "linear-sparse": (
-        lambda: linear(weight=rand(E, I, H).to_sparse()), TypeError, ("grouped_linear", "weight", "dense")),
+        lambda: linear(bias=rand(I, dtype=F64)), TypeError, ("linear", "float64 must not be mixed", "bias")),
+    "linear-residual": (
+        lambda: linear(residual=rand(T, H)), ValueError, ("linear", "residual must be [T=3, N=5]", "N=6")),
+    "linear-residual-rows": (
+        lambda: linear(residual=rand(1, I)), ValueError, ("linear", "residual must be [T=3, N=5]", "T=1")),
+    "linear-residual-of-two": (
+        lambda: linear(weight=(rand(I, H),) * 2, residual=rand(T, I)), ValueError,
+        ("linear", "residual must come with one weight", "got 2")),
+    "linear-backend": (lambda: linear(backend="gpu"), ValueError, ("linear", "backend", *ALL_BACKENDS, "'gpu'")),
     # grouped_outer
     "outer-grad-rows": (lambda: outer(grad=rand(T, I)), ValueError, ("grouped_outer", "grad must be [S=6, N]", "S=3")),
     "outer-x-rows": (

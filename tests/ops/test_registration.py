@@ -10,7 +10,7 @@ from moefuse.ops._core import library
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import formats_of
 from moefuse.testing.random_blocks import random_blocks
-from moefuse.types import Outputs, Router, Stacks, Tail, Wanted
+from moefuse.types import Outputs, Projections, Router, Stacks, Tail, Wanted
 
 from . import oracle
 from .oracle import assert_close
@@ -103,6 +103,11 @@ CALLS = {
     "grouped_linear_transposed": lambda: (rand(T * K, I), blocks("Q8_0", E, I, 64), plan(), True, True),
     "grouped_linear_transposed strided": lambda: (
         turned(T * K, I), blocks("Q4_K:exact", 2 * E, I, 256)[::2], plan(), False, False),
+    "linear": lambda: (grad(T, H), Projections(grad(I, H), bias=grad(I)), grad(T, I)),
+    "linear three": lambda: (
+        grad(T, 64), Projections(grad(I, 64), blocks("Q8_0", E, 64), grad(K, 64), second_bias=grad(E)), None),
+    "linear strided": lambda: (
+        tracked_and_turned(T, H), Projections(tracked_and_turned(I, H)), tracked_and_turned(T, I)),
     "grouped_outer": lambda: (rand(T * K, I), rand(T, H), plan(), True, True),
     "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), plan(), False, False),
     "glu": lambda: (grad(T, 2 * I), None, SILU, "halves"),
@@ -220,6 +225,16 @@ PUBLIC = {
             x, weight, moefuse.plan(ids, E), gather=True, scatter=False, bias=bias
         ),
         lambda rows: (torch.randn(rows, H), torch.randn(E, I, H), torch.randn(E, I), token_ids(rows)),
+    ),
+    "linear": (
+        lambda x, query, key, bias: (
+            *moefuse.linear(x, (query, key), bias=(None, bias)), moefuse.linear(x, key, residual=x[:, :I])
+        ),
+        lambda rows: (torch.randn(rows, H), torch.randn(E, H), torch.randn(I, H), torch.randn(I)),
+    ),
+    "linear blocks": (
+        lambda x, one, other: moefuse.linear(x, (QuantTensor(one, "Q8_0"), QuantTensor(other, "MXFP4"))),
+        lambda rows: (torch.randn(rows, 64), blocks("Q8_0", E, 64).blocks, blocks("MXFP4", I, 64).blocks),
     ),
     "grouped_outer": (
         lambda d, x, ids: moefuse.grouped_outer(d, x, moefuse.plan(ids, E), gather=True, scatter=True),

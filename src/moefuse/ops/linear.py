@@ -142,7 +142,7 @@ def _backward(
         if needs["x"]:
             d_x.append(_transposed(backend, part, weight))
         if needs[name]:
-            found[name] = part.T @ x
+            found[name] = _product(part.T, x)
         if bias is not None and needs[bias_name]:
             found[bias_name] = widen(part).sum(0).to(bias.dtype)
     if len(d_x) == 1:
@@ -152,10 +152,15 @@ def _backward(
     return found
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def _transposed(backend: str | None, grad: Tensor, weight: Weight) -> Tensor:
     """The gradient of rows from that of their products ``[T, N]``."""
     if not isinstance(weight, QuantTensor):
-        return grad @ weight
+        return _product(grad, weight)
     T = grad.shape[0]
     order = torch.arange(T, dtype=torch.int32, device=grad.device)
     counts = torch.full((1,), T, dtype=torch.int32, device=grad.device)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.plain import plain_product
 from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
 from moefuse.backends.triton.grouped_linear import Rows, Weights, asm_bytes, block_sums, in_words, product, q4_k_sums
 from moefuse.backends.triton.runtime.launch import (
@@ -241,35 +242,21 @@ def _plan_of_one(T: int, device: torch.device) -> Plan:
 
 def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
     """Numbers by torch, whose product of large matrices is the vendor's; blocks by the grouped product."""
-    T = x.shape[0]
-    pairs, stop = projections.pairs, 0
-    for weight, bias in pairs:
-        N = weight.shape[0]
-        here = out[:, stop : stop + N]
-        stop += N
-        if isinstance(weight, QuantTensor):
-            weights = Weights.of(QuantTensor(weight.blocks[None], weight.format, weight.exact), _one(bias))
-            tile = product_tile(T, x.element_size(), False, x.device, weight.format)
-            dense = here if len(pairs) == 1 else torch.empty((T, N), dtype=x.dtype, device=x.device)
-            product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
-            if dense is not here:
-                here.copy_(dense)
-            added = [residual]
-        else:
-            # One that has the type of x is added before the sum is rounded.
-            first, *added = sorted((residual, bias), key=lambda t: t is None or t.dtype != x.dtype)
-            if first is None or first.dtype != x.dtype:
-                torch.mm(x, weight.T, out=here)
-                added.append(first)
-            else:
-                torch.addmm(first, x, weight.T, out=here)
-        for t in added:
-            if t is not None:
-                here.add_(t)
-
-
-def _one(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias[None]
+    T, pairs = x.shape[0], projections.pairs
+    for (weight, bias), stop in zip(pairs, projections.stops, strict=True):
+        here = out[:, stop - weight.shape[0] : stop]
+        if not isinstance(weight, QuantTensor):
+            plain_product(x, weight, bias, residual, here)
+            continue
+        stack = QuantTensor(weight.blocks[None], weight.format, weight.exact)
+        weights = Weights.of(stack, None if bias is None else bias[None])
+        tile = product_tile(T, x.element_size(), False, x.device, weight.format)
+        dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
+        product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
+        if residual is not None:
+            here.add_(residual)
+        elif dense is not here:
+            here.copy_(dense)
 
 
 def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tensor:
