@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moefuse import attend, linear, rope
 from moefuse.hf.cache import StepLayer
+from moefuse.nn.quantized import weight_of
 from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same
-from moefuse.nn.shared import weight_of
 from moefuse.quant.tensor import QuantTensor
 
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -15,7 +15,7 @@ from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.support import interface_of
 from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, place_of, rule_of, structure_of, tensor_at
-from moefuse.nn.shared import shared_expert, shared_logit, stack_arguments
+from moefuse.nn.shared import one_expert, shared_expert, shared_logit, stack_arguments
 from moefuse.types import Activation, Stacks
 
 # Older releases record through hooks of other names, which `are_bare` sees.
@@ -133,9 +133,9 @@ def _shared(layer: Any, fused: Fused, rows: Tensor) -> dict[str, Any]:
     if fused.shared is None:
         out = module(rows)
     else:
-        up, down = module.up_proj.weight.unsqueeze(0), module.down_proj.weight.unsqueeze(0)
+        up, down = one_expert(module.up_proj.weight), one_expert(module.down_proj.weight)
         gated = fused.shared.gated
-        stacks = Stacks(module.gate_proj.weight.unsqueeze(0), up, down) if gated else Stacks(up, None, down)
+        stacks = Stacks(one_expert(module.gate_proj.weight), up, down) if gated else Stacks(up, None, down)
         out = shared_expert(rows, stacks, fused.shared)
     shared_gate = None if rule.shared_gate is None else tensor_at(getattr(layer, rule.shared_gate), "weight")
     return {"shared": out, "shared_logit": shared_logit(rows, shared_gate)}

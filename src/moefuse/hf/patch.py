@@ -108,5 +108,3 @@ def _use_our_experts(model: Any) -> None:
     model._moefuse_previous = [(config, config._experts_implementation) for config in configs.values()]
     for config in configs.values():
         config._experts_implementation = NAME
-
-

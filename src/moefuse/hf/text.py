@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
+from moefuse.hf.gguf import stored_in
 from moefuse.hf.support import on_interface
 
 
@@ -55,11 +56,15 @@ class _Clock(TextStreamer):
 
 
 class NotFinite(Exception):
-    """A model's logits are NaN or infinite; ``where`` is the path of the module in which it began."""
+    """A model's logits are NaN or infinite; ``where`` is the path of the module in which it began.
 
-    def __init__(self, where: str) -> None:
-        super().__init__(f"the logits are not finite: it began in {where}")
-        self.where = where
+    ``tensors`` are those that it has in a GGUF file.
+    """
+
+    def __init__(self, where: str, tensors: tuple[str, ...] = ()) -> None:
+        named = f" ({', '.join(tensors)})" if tensors else ""
+        super().__init__(f"the logits are not finite: it began in {where}{named}")
+        self.where, self.tensors = where, tensors
 
 
 class _Watch(LogitsProcessor):
@@ -70,14 +75,19 @@ class _Watch(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool((scores < torch.inf).all()) or not bool(scores.isfinite().any(-1).all()):
-            raise NotFinite(where_not_finite(self.model, input_ids))
+            raise _not_finite(self.model, input_ids)
         return scores
 
 
 def refuse_not_finite(model: Any, tokens: Tensor, logits: Tensor) -> None:
     """Raise `NotFinite` where the logits of ``tokens`` ``[1, T]`` are."""
     if not bool(logits.isfinite().all()):
-        raise NotFinite(where_not_finite(model, tokens))
+        raise _not_finite(model, tokens)
+
+
+def _not_finite(model: Any, tokens: Tensor) -> NotFinite:
+    where = where_not_finite(model, tokens)
+    return NotFinite(where, stored_in(model).get(where, ()))
 
 
 def where_not_finite(model: Any, tokens: Tensor) -> str:

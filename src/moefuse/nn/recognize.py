@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.quantized import QuantLinear
 from moefuse.ops.glu import glu
 from moefuse.ops.route import route
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, SCORES, Activation, Routing
@@ -103,9 +104,10 @@ def mlp_of(mlp: nn.Module) -> Activation | None:
     gated = "gate_proj" in linears
     if set(linears) != {"up_proj", "down_proj"} | ({"gate_proj"} if gated else set()):
         return None
-    if any(type(child) is not nn.Linear or child.bias is not None for child in linears.values()):
+    if any(type(child) not in (nn.Linear, QuantLinear) or child.bias is not None for child in linears.values()):
         return None
-    if sum(1 for _ in mlp.parameters()) != len(linears) or any(True for _ in mlp.buffers()):
+    tensors = itertools.chain(mlp.named_parameters(), mlp.named_buffers())
+    if any(name.split(".")[0] not in linears for name, _ in tensors):
         return None
     act_fn = getattr(mlp, "act_fn", None) or getattr(mlp, "activation", None)
     if not callable(act_fn):

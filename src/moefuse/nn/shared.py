@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops.experts import experts
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Stacks, Weight
 
 
@@ -21,6 +23,19 @@ def stack_arguments(stacks: Stacks) -> dict[str, Any]:
     return given
 
 
+def one_expert(weight: Weight) -> Weight:
+    """A matrix ``[N, K]`` as a stack of one."""
+    return replace(weight, blocks=weight.blocks[None]) if isinstance(weight, QuantTensor) else weight.unsqueeze(0)
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type of products of x under ``torch.autocast``; None where it is off."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.float64 if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
 def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: str | None = None) -> Tensor:
     """The output ``[T, H]`` of a shared expert: an expert alone in its stacks, to which every token goes."""
     ids, weights = x.new_zeros((x.shape[0], 1), dtype=torch.int32), x.new_ones((x.shape[0], 1))
@@ -31,8 +46,3 @@ def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: st
 def shared_logit(x: Tensor, shared_gate: Tensor | None) -> Tensor | None:
     """``[T]``, whose sigmoid weights the shared expert; None where it has no gate ``[H]``."""
     return None if shared_gate is None else widen(x) @ widen(shared_gate)
-
-
-def weight_of(module: nn.Module) -> Weight | None:
-    """The weight ``[N, K]`` of a linear layer; None where it is another kind of module."""
-    return module.weight if type(module) is nn.Linear else None

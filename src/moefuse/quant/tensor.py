@@ -103,7 +103,7 @@ class QuantTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, in a tensor of their own: several times the memory of the blocks."""
-        if self.blocks.dim() < 2:
+        if self.blocks.dim() < 2 or self.shape.numel() <= _CHUNK:
             return unpack(self.blocks, self.format).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.blocks.dim() > 2:
