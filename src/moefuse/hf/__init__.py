@@ -15,7 +15,20 @@ register()
 
 from moefuse.hf.gguf import from_gguf  # noqa: E402
 from moefuse.hf.gguf_experts import BlockExperts, dequantize  # noqa: E402  # transformers must be there and new enough
+from moefuse.hf.capture import capture, uncapture  # noqa: E402
 from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 
-__all__ = ["NAME", "BlockExperts", "PatchReport", "Support", "dequantize", "from_gguf", "patch", "supports", "unpatch"]
+__all__ = [
+    "NAME",
+    "BlockExperts",
+    "PatchReport",
+    "Support",
+    "capture",
+    "dequantize",
+    "from_gguf",
+    "patch",
+    "supports",
+    "uncapture",
+    "unpatch",
+]

@@ -55,7 +55,9 @@ def _parts(module: Any) -> tuple[int, str | None]:
     own = [name for name in own if name != "sinks" and not name.startswith(_PRODUCTS)]
     D = getattr(module, "head_dim", None)
     if own or not isinstance(D, int):
-        raise NotRecognized(f"its attention holds more than products and norms, such as {', '.join(own) or 'no head_dim'}")
+        raise NotRecognized(
+            f"its attention holds more than products and norms, such as {', '.join(own) or 'no head_dim'}"
+        )
     if not any(name in children for name in _NORMS):
         return D, None
     if any(list(dict(children[name].named_parameters())) != ["weight"] for name in _NORMS if name in children):
@@ -110,9 +112,7 @@ def _fits(module: Any, rule: AttentionRule, width: int) -> bool:
     places = torch.arange(S).expand(B, S) + 50_000  # a scale that depends on the place shows here
     try:
         with torch.no_grad():
-            got = probe(
-                x, position_embeddings=table, attention_mask=mask, past_key_values=None, position_ids=places
-            )
+            got = probe(x, position_embeddings=table, attention_mask=mask, past_key_values=None, position_ids=places)
             want = attention(probe, rule, x, torch.zeros_like(x), table, mask)
     except Exception:  # it wants what we do not know of
         return False
@@ -147,7 +147,9 @@ def takes(module: Any, hidden: Tensor, options: dict[str, Any]) -> bool:
     if torch.is_autocast_enabled(hidden.device.type):
         return False
     weights = [weight_of(module._modules[name]) for name in _PRODUCTS]
-    return all(isinstance(weight, QuantTensor) or (weight is not None and weight.dtype == hidden.dtype) for weight in weights)
+    return all(
+        isinstance(weight, QuantTensor) or (weight is not None and weight.dtype == hidden.dtype) for weight in weights
+    )
 
 
 def _eager_of(module: nn.Module) -> Any:

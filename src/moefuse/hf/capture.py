@@ -132,7 +132,7 @@ def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) 
         check_count("capture", "batch", size, 1)
     check_count("capture", "max_length", max_length, 2)
     _refuse(model)
-    release(model)
+    uncapture(model)
     started = time.perf_counter()
     training = model.training
     with torch.no_grad():
@@ -148,7 +148,7 @@ def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) 
     return f"decode step {how} for batch {sizes}, {max_length} places, in {time.perf_counter() - started:.1f} s"
 
 
-def release(model: Any) -> None:
+def uncapture(model: Any) -> None:
     """Undo `capture`, and free its memory."""
     if vars(model).pop("_moefuse_steps", None) is not None:
         del model.generate
@@ -170,7 +170,8 @@ def _generate(model: Any, inputs: Tensor | None = None, generation_config: Any =
     config = generation_config or model.generation_config
     asked = {name: options.get(name, getattr(config, name, plain)) for name, plain in _PLAIN.items()}
     if all(asked[name] in (None, plain) for name, plain in _PLAIN.items()):
-        options["custom_generate"] = _decode
+        # transformers gives a loop of others the arguments that its own lack, and no streamer.
+        options["custom_generate"] = functools.partial(_decode, streamer=options.get("streamer"))
     return type(model).generate(model, inputs, generation_config, **options)
 
 
@@ -182,6 +183,7 @@ def _decode(
     generation_config: Any,
     synced_gpus: bool = False,
     streamer: Any = None,
+    tokenizer: Any = None,  # noqa: ARG001  # asked for, so that transformers has it for stop strings
     **model_kwargs: Any,
 ) -> Any:
     """Tokens one by one, as transformers' own loop draws them, each from a replayed step."""

@@ -103,7 +103,9 @@ class _Stand(nn.Module):
 def _names_of(layer: nn.Module, moe: str, returns_weights: bool) -> tuple[str, str, str]:
     """The names of a layer's attention and of its norms before and after it; proven by running a copy."""
     children = dict(layer.named_children())
-    norms = {name: child for name, child in children.items() if set(child._parameters) == {"weight"} and _is_leaf(child)}
+    norms = {
+        name: child for name, child in children.items() if set(child._parameters) == {"weight"} and _is_leaf(child)
+    }
     others = [name for name, child in children.items() if name not in norms and any(True for _ in child.parameters())]
     if len(norms) != 2 or len(others) != 2 or moe not in others or any(True for _ in layer.parameters(recurse=False)):
         raise NotRecognized(f"it must have attention, a MoE module and two norms, got {', '.join(children)}")
@@ -122,9 +124,7 @@ def _names_of(layer: nn.Module, moe: str, returns_weights: bool) -> tuple[str, s
     table = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
     try:
         with torch.no_grad():
-            got = probe(
-                x, attention_mask=None, position_ids=places, past_key_values=None, position_embeddings=table
-            )
+            got = probe(x, attention_mask=None, position_ids=places, past_key_values=None, position_embeddings=table)
     except Exception as error:  # it wants what we do not know of
         raise NotRecognized(f"it does not run on a hidden state and a rotary table: {type(error).__name__}") from error
     if not isinstance(got, Tensor) or len(attended.calls) != 1 or len(mixed.calls) != 1:
@@ -219,9 +219,7 @@ def take(model: nn.Module, moe_paths: list[str]) -> tuple[tuple[str, ...], dict[
     return (*taken, *found), reasons
 
 
-def _following(
-    model: nn.Module, path: str, found: dict[str, Any], handoff: Handoff
-) -> tuple[nn.Module, float] | None:
+def _following(model: nn.Module, path: str, found: dict[str, Any], handoff: Handoff) -> tuple[nn.Module, float] | None:
     """The norm that the result of a layer goes to: the next layer's first, or, behind the last layer, the model's own."""
     list_path, _, number = path.rpartition(".")
     layers = model.get_submodule(list_path)

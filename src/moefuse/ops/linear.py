@@ -126,12 +126,6 @@ def linear_reference(x: Tensor, projections: Projections, residual: Tensor | Non
     return (y if residual is None else y + widen(residual)).to(x.dtype)
 
 
-def _keep(
-    _result: Tensor, backend: str | None, x: Tensor, projections: Projections, residual: Tensor | None
-) -> tuple[Any, ...]:
-    return backend, x, projections
-
-
 def _backward(
     needs: Mapping[str, bool], grads: tuple[Tensor], backend: str | None, x: Tensor, projections: Projections
 ) -> Gradients:
@@ -177,5 +171,5 @@ _linear = define(
     linear_reference,
     "x",
     fake=lambda x, projections, _residual: x.new_empty(x.shape[0], projections.stops[-1]),
-    rule=Rule(_keep, _backward),
+    rule=Rule(_backward),
 )

@@ -166,9 +166,7 @@ def _write(places: Tensor, rows: Tensor, position: Tensor) -> None:
     places.index_copy_(2, at, torch.where(inside[:, None], rows, places.index_select(2, at)))
 
 
-_rope = define(
-    rope_reference, "q", fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(k.shape))
-)
+_rope = define(rope_reference, "q", fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(k.shape)))
 _rope_out = define(
     rope_reference,
     "q",
