@@ -1,7 +1,6 @@
 """A decode step over memory that never moves: `generate` writes what it wrote, whatever it is asked for."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ PLAIN = {"do_sample": False, "pad_token_id": 0}
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    yield tiny_model(request.param).eval()
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(request.param).eval()
 
 
 @pytest.fixture
@@ -120,13 +119,13 @@ def test_what_it_does_not_do_runs_as_before(
 
 
 class _Forbid(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         scores[:, ::2] = -torch.inf
         return scores
 
 
 class _AtLength(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # noqa: ARG002
         return torch.full((len(input_ids),), input_ids.shape[1] >= 11, device=input_ids.device)
 
 

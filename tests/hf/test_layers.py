@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import tiny_model
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moefuse.hf import attention, layers, patch, unpatch
 from moefuse.nn.recognize import NotRecognized
@@ -180,7 +180,6 @@ def test_gradients_are_those_of_the_stock_model(checkpointing: bool, calls: Coun
     for each in (model, stock):
         each(input_ids=x, labels=x).loss.backward()
     for (name, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
-        assert got.grad is not None and want.grad is not None, name
         assert (got.grad - want.grad).norm() <= 1e-4 * want.grad.norm() + 1e-7, name
     assert not +calls, "under gradients nothing is handed on, and attention is the module's own"
 
@@ -216,7 +215,7 @@ def test_a_patched_model_copies_pickles_and_is_patched_once(calls: Counter[str])
     assert calls["norm"] == calls["attention"] == 5 * len(first.layers)
 
 
-def test_a_cast_model_still_runs(calls: Counter[str]) -> None:
+def test_a_cast_model_still_runs() -> None:
     model = tiny_model("mixtral").eval()
     patch(model)
     x = tokens()
@@ -233,9 +232,8 @@ def test_a_cast_model_still_runs(calls: Counter[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiles(fullgraph: bool) -> None:
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)).eval()
-    x = torch.randint(0, 50, (2, 6))
+    model = tiny_model("mixtral").eval()
+    x = tokens()
     with torch.no_grad():
         want = model(input_ids=x).logits
         patch(model)

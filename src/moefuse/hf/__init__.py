@@ -13,9 +13,9 @@ from moefuse.hf.register import NAME, register
 
 register()
 
+from moefuse.hf.capture import capture, uncapture  # noqa: E402
 from moefuse.hf.gguf import from_gguf  # noqa: E402
 from moefuse.hf.gguf_experts import BlockExperts, dequantize  # noqa: E402  # transformers must be there and new enough
-from moefuse.hf.capture import capture, uncapture  # noqa: E402
 from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 

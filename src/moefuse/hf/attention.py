@@ -1,4 +1,4 @@
-"""Attention of a decoder layer on our ops: one product for q, k and v, one launch for norms, rotary embedding and cache.
+"""Attention of a decoder layer on our ops: one product for q, k and v, one launch for norms, rotation and cache.
 
 A module is taken when running a copy of it on random weights gives what the ops give; see `moefuse.nn.recognize`.
 """
@@ -87,7 +87,7 @@ def _eps_of(child: nn.Module) -> list[float]:
 def _fits(module: Any, rule: AttentionRule, width: int) -> bool:
     """Whether a copy with random weights and few columns gives what the rule does, with so many angles a place."""
     generator = torch.Generator().manual_seed(0)
-    B, S, H, D = 2, 7, 12, rule.head_dim
+    B, S, H = 2, 7, 12
     probe: Any = hollow(module).eval()
     probe.config = copy.copy(module.config)
     probe.config._attn_implementation = "eager"
@@ -120,7 +120,7 @@ def _fits(module: Any, rule: AttentionRule, width: int) -> bool:
 
 
 def _rotated(
-    module: Any, rule: AttentionRule, x: Tensor, table: tuple[Tensor, Tensor], **cache: Tensor
+    module: Any, rule: AttentionRule, x: Tensor, table: tuple[Tensor, Tensor], **cache: Any
 ) -> tuple[Any, Tensor]:
     """q and k as `moefuse.rope` returns them, and v: ``[B, S, heads, D]`` from rows ``[B, S, H]``."""
     B, S, H = x.shape
@@ -172,7 +172,7 @@ def attention(
     sinks, window = getattr(module, "sinks", None), getattr(module, "sliding_window", None)
     held = None if past_key_values is None else past_key_values.layers[module.layer_idx]
     if isinstance(held, StepLayer) and S == 1 and held.stepping:
-        cache = {"keys": held.keys, "values": held.values, "position": held.position}
+        cache: dict[str, Any] = {"keys": held.keys, "values": held.values, "position": held.position}
         q, _ = _rotated(module, rule, x, position_embeddings, **cache)
         mask = None if attention_mask is None else attention_mask[:, 0, 0]
         out = attend(q[:, 0], **cache, mask=mask, scale=rule.scale, window=window, sinks=sinks)
@@ -188,5 +188,6 @@ def attention(
             module, q, k, v, attention_mask, dropout=0.0, scaling=rule.scale, sliding_window=window, **options
         )
     weight: Any = weight_of(module.o_proj)
-    rows = out.reshape(B * S, -1)
-    return linear(rows, weight, bias=module.o_proj.bias, residual=residual.reshape(B * S, -1)).view(residual.shape)  # type: ignore[union-attr]
+    rows, added = out.reshape(B * S, -1), residual.reshape(B * S, -1)
+    summed: Tensor = linear(rows, weight, bias=module.o_proj.bias, residual=added)
+    return summed.view(residual.shape)

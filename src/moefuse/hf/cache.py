@@ -9,8 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
 
-class StepLayer(StaticLayer):
+class StepLayer(StaticLayer):  # type: ignore[no-untyped-call]  # transformers leaves what makes a subclass untyped
     """Keys and values of one layer, ``[B, heads, max_length, D]``; where to write is the cache's to say."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: StepCache) -> None:
         super().__init__(max_cache_len=cache.max_length)
@@ -74,6 +77,7 @@ class StepCache(Cache):
     def clear(self) -> None:
         """Forget everything: what masks hide must still be finite."""
         self.length = 0
+        layer: Any
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys.zero_()

@@ -44,7 +44,7 @@ class Step:
 
     def _capture(self) -> Tensor:
         self.prefill(self.tokens, None)
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled, and what is kept is allocated
@@ -52,8 +52,7 @@ class Step:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            logits = self._forward()
-        return logits
+            return self._forward()
 
     def _forward(self) -> Tensor:
         self.cache.stepping = True
@@ -125,7 +124,7 @@ def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) 
     Returns:
         what was captured, in words.
     """
-    if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"capture: model must be a transformers model that generates, got {type(model).__name__}")
     batches = (batch,) if isinstance(batch, int) else tuple(batch)
     for size in batches:
@@ -141,9 +140,9 @@ def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) 
             steps = {size: Step(model, size, max_length) for size in batches}
         finally:
             model.train(training)
-    model._moefuse_steps = steps
-    model.generate = functools.partial(_generate, model)
-    how = "captured" if model.device.type == "cuda" else "prepared"
+    taken: Any = model
+    taken._moefuse_steps, taken.generate = steps, functools.partial(_generate, model)
+    how = "captured" if taken.device.type == "cuda" else "prepared"
     sizes = ", ".join(map(str, batches))
     return f"decode step {how} for batch {sizes}, {max_length} places, in {time.perf_counter() - started:.1f} s"
 
@@ -200,9 +199,9 @@ def _decode(
             streamer=streamer,
             **model_kwargs,
         )
-    B, S = input_ids.shape
+    S = input_ids.shape[1]
     longest = stopping_criteria.max_length or step.cache.max_length
-    if S >= step.cache.max_length:
+    if step.cache.max_length <= S:
         raise ValueError(
             f"generate: the prompt must be shorter than the cache of {step.cache.max_length} places, got {S} tokens: "
             f"moefuse.hf.capture(model, max_length=...) makes a longer one"
@@ -219,12 +218,12 @@ def _decode(
 def _loop(
     step: Step, input_ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, model_kwargs: Any
 ) -> Any:
-    from transformers.generation import GenerateDecoderOnlyOutput
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     keeps_scores = config.return_dict_in_generate and config.output_scores
     keeps_logits = config.return_dict_in_generate and config.output_logits
-    scores: list[Tensor] = []
-    raw: list[Tensor] = []
+    scores: list[Any] = []
+    raw: list[Any] = []
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     pad = config._pad_token_tensor
     running = torch.ones(input_ids.shape[0], dtype=torch.int64, device=input_ids.device)
@@ -257,7 +256,7 @@ def _loop(
     if not config.return_dict_in_generate:
         return input_ids
     return GenerateDecoderOnlyOutput(
-        sequences=input_ids,
+        sequences=input_ids,  # type: ignore[arg-type]  # integers, of whatever type the prompt has
         scores=tuple(scores) if keeps_scores else None,
         logits=tuple(raw) if keeps_logits else None,
         past_key_values=None,

@@ -7,6 +7,7 @@ the norm was made of, and norms what it is given otherwise: whatever lies betwee
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +113,11 @@ def _names_of(layer: nn.Module, moe: str, returns_weights: bool) -> tuple[str, s
     (attention_name,) = (name for name in others if name != moe)
     for norm in norms.values():
         eps_of(norm)
-    (H,) = next(iter(norms.values())).weight.shape
+    shapes = {tuple(norm._parameters["weight"].shape) for norm in norms.values()}  # type: ignore[union-attr]
+    ((H,),) = shapes
     generator = torch.Generator().manual_seed(0)
     x, a, m = (torch.randn(2, 3, H, generator=generator) for _ in range(3))
-    probe = hollow(layer).eval()
+    probe: Any = hollow(layer).eval()
     attended = probe._modules[attention_name] = _Stand(children[attention_name], a, pair=True)
     mixed = probe._modules[moe] = _Stand(children[moe], m, pair=returns_weights)
     for name in norms:
@@ -129,8 +131,7 @@ def _names_of(layer: nn.Module, moe: str, returns_weights: bool) -> tuple[str, s
         raise NotRecognized(f"it does not run on a hidden state and a rotary table: {type(error).__name__}") from error
     if not isinstance(got, Tensor) or len(attended.calls) != 1 or len(mixed.calls) != 1:
         raise NotRecognized("it must call attention and the MoE module once, and return one tensor")
-    before, after = norms
-    for before, after in ((before, after), (after, before)):
+    for before, after in itertools.permutations(norms):
         first, second = probe.get_submodule(before), probe.get_submodule(after)
         with torch.no_grad():
             if same(attended.calls[0], first(x)) and same(mixed.calls[0].view(x.shape), second(x + a), of_row=1):
@@ -148,7 +149,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 def _understand(layer: nn.Module, name: str, seen: dict[Any, Any]) -> tuple[tuple[str, str, str], Any]:
     """The names of a layer's parts, and the rule of its attention or why that is not understood."""
-    fused = layer.get_submodule(name)._moefuse
+    fused: Any = layer.get_submodule(name)._moefuse
     structure = name, structure_of(layer)
     if structure not in seen:
         rule: Any
@@ -220,7 +221,7 @@ def take(model: nn.Module, moe_paths: list[str]) -> tuple[tuple[str, ...], dict[
 
 
 def _following(model: nn.Module, path: str, found: dict[str, Any], handoff: Handoff) -> tuple[nn.Module, float] | None:
-    """The norm that the result of a layer goes to: the next layer's first, or, behind the last layer, the model's own."""
+    """The norm that the result of a layer goes to: the next layer's first; behind the last layer, the model's own."""
     list_path, _, number = path.rpartition(".")
     layers = model.get_submodule(list_path)
     if not isinstance(layers, nn.ModuleList):
@@ -262,7 +263,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     whole: Whole = layer._moefuse_layer
     hidden, *more = args or (kwargs.get("hidden_states"),)
     module = layer._modules.get(whole.moe)
-    if more or "hidden_states" in kwargs or not _may_run(layer, whole, module, hidden, kwargs):
+    if more or "hidden_states" in kwargs or not _may_run(whole, module, hidden, kwargs):
         return type(layer).forward(layer, *args, **kwargs)
     (norm, eps), (second, second_eps) = whole.before, whole.after
     learns = torch.is_grad_enabled()
@@ -281,7 +282,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     weight: Any = None if following is None or learns else following._parameters["weight"]
     if type(weight) is nn.Parameter and weight.device == hidden.device:
         options |= {"norm_weight": weight, "eps": following_eps}
-    result = moe_module.run(module, module._moefuse, rows, (second.weight, second_eps), **options)
+    result = moe_module.run(module, module._moefuse, rows, (second._parameters["weight"], second_eps), **options)
     if not isinstance(result, tuple):
         return result.view(hidden.shape)
     out, normed = (t.view(hidden.shape) for t in result)
@@ -289,7 +290,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def _may_run(layer: Any, whole: Whole, module: Any, hidden: Any, options: dict[str, Any]) -> bool:
+def _may_run(whole: Whole, module: Any, hidden: Any, options: dict[str, Any]) -> bool:
     """Nothing looks at the layer's parts, and they are still what was understood."""
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or options.get("output_attentions"):
         return False

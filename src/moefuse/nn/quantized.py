@@ -167,4 +167,4 @@ class QuantEmbedding(QuantModule, nn.Embedding):  # type: ignore[misc]  # its we
 
 def weight_of(module: nn.Module) -> Tensor | QuantTensor | None:
     """The weight ``[N, K]`` of a linear layer, in numbers or in blocks; None where it is another kind of module."""
-    return module.weight if type(module) in (nn.Linear, QuantLinear) else None
+    return module.weight if type(module) in (nn.Linear, QuantLinear) else None  # type: ignore[return-value]

@@ -9,9 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.plain import plain_product
 from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
-from moefuse.backends.triton.grouped_linear import Rows, Weights, asm_bytes, block_sums, in_words, product, q4_k_sums
+from moefuse.backends.triton.grouped_linear import (
+    asm_bytes,
+    block_sums,
+    decoder_of,
+    in_words,
+    product,
+    q4_k_sums,
+    rows_of,
+)
 from moefuse.backends.triton.runtime.launch import (
     HAS_PDL,
     PDL,
@@ -209,14 +218,14 @@ def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
 def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
     """One launch for all weights."""
     (T, K), pairs = x.shape, projections.pairs
-    rows = [Rows.of(weight) for weight, _ in pairs]
+    rows = [rows_of(weight) for weight, _ in pairs]
     columns = [data.shape[0] for data, _ in rows]
     tiles = [linear_tile(T, sum(columns), K, x.element_size(), x.device, format) for _, format in rows]
     forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
     none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
     compiled: dict[str, Any] = {}
     for name, form, mine in zip("ABCD", (*forms, *none), (*rows, *none), strict=True):
-        compiled[f"{name}_FORM"], compiled[f"{name}_DECODE"] = form, mine and mine.decoder
+        compiled[f"{name}_FORM"], compiled[f"{name}_DECODE"] = form, mine and decoder_of(mine)
     launch(
         _linear_kernel,
         (sum(ceil_div(N, tile.n) for N, tile in zip(columns, tiles, strict=True)),),
