@@ -219,6 +219,13 @@ def make_plan(ids):
     return plan.counts, plan.offsets, plan.order, plan.inverse
 
 
+def written(heads, cos, cache, position):
+    """A rope and the cache that it has written to, another than was given."""
+    keys, values = cache.clone()
+    q, k, v = heads.split((3, 3, 3), 2)
+    return moefuse.rope(q, k, cos, cos, v=v, keys=keys, values=values, position=position), keys, values
+
+
 NORM, LOGIT_BIAS = rand(H), rand(E)
 DOWN = blocks("Q5_0:exact", E, 32, 64)
 PUBLIC = {
@@ -287,8 +294,25 @@ PUBLIC = {
         ),
         lambda rows: (torch.randn(rows, H), torch.randn(E, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)),
     ),
+    "rope": (
+        lambda q, k, cos, sin, norm: moefuse.rope(q, k, cos, sin, q_norm=norm),
+        lambda rows: (torch.randn(2, rows, 4, 6), torch.randn(2, rows, 3, 6), *rand(2, 1, rows, 2), rand(6)),
+    ),
+    "rope cache": (
+        written,
+        lambda rows: (
+            torch.randn(2, rows, 9, 6), rand(1, rows, 3), torch.randn(2, 2, 3, 19, 6), torch.tensor(3),
+        ),
+    ),
+    "attend": (
+        lambda q, keys, values, position, mask: moefuse.attend(q, keys, values, position, mask=mask, window=4),
+        lambda rows: (
+            torch.randn(2, 6, 8), torch.randn(2, 3, rows, 8), torch.randn(2, 3, rows, 5), torch.tensor(7),
+            torch.rand(2, rows) < 0.7,
+        ),
+    ),
 }  # fmt: skip
-NO_GRADIENT = {"plan", "grouped_outer"}
+NO_GRADIENT = {"plan", "grouped_outer", "rope", "rope cache", "attend"}
 
 
 def listed(result):
