@@ -28,6 +28,7 @@ from moefuse.quant.tensor import QuantTensor
 from moefuse.types import dtype_named
 
 _LARGE = 2**20  # elements
+_INITIALISERS = ("torch.nn.init", "transformers.initialization")
 
 
 def from_gguf(
@@ -108,10 +109,17 @@ def _open(path: Path) -> GGUFFile:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What is made large and empty is never given memory; some systems refuse to promise a stack of experts."""
+    """What is made large and empty is never given memory; some systems refuse to promise a stack of experts.
+
+    Nor is a parameter without memory filled, which torch takes a millisecond to find out.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
+        if getattr(function, "__module__", None) in _INITIALISERS:
+            target = args[0] if args else options.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
         if function is torch.empty and args and options.get("device") is None:
             first, *_ = args
             if math.prod(first if isinstance(first, (tuple, list)) else args) > _LARGE:
