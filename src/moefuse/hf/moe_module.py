@@ -104,7 +104,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return out.view(hidden_states.shape), weights.to(out.dtype)
 
 
-def run(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Tensor, float] | None = None, **tail: Any) -> Any:
+def run(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Any, float] | None = None, **tail: Any) -> Any:
     """The result for rows ``[T, H]``, normed before by a weight and an eps; ``tail`` as `moefuse.experts` takes it."""
     router, routing = tensor_at(*fused.router), fused.rule.routing
     before: dict[str, Any] = {} if norm is None else dict(zip(("norm_weight", "eps"), norm, strict=True))

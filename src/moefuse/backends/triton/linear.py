@@ -258,7 +258,7 @@ def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Ten
             plain_product(x, weight, bias, residual, here)
             continue
         stack = QuantTensor(weight.blocks[None], weight.format, weight.exact)
-        weights = Weights.of(stack, None if bias is None else bias[None])
+        weights = Weights.of(stack, None if bias is None else bias[None], rows_of)
         tile = product_tile(T, x.element_size(), False, x.device, weight.format)
         dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
         product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
