@@ -40,7 +40,7 @@ class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
     ``words``: in Q4_K, 16 bytes at once, ``asm_bytes`` of them by instructions of the card; ``rounded``: times x in 8
-    bits. ``row_block`` covers a row of the weight. Of one row of x, ``chunks`` of ``block_k`` are under way at a time.
+    bits. ``row_block`` covers a row of the weight; ``whole``: such a row is a multiple of ``block_k``.
     """
 
     words: bool
@@ -50,27 +50,29 @@ class _Form(NamedTuple):
     block_t: int
     block_n: int
     block_k: int
-    chunks: int
+    whole: bool
 
 
 @triton.jit
-def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
-    """One row of x times ``rows`` [BLOCK_N] of numbers: [BLOCK_N] float32.
+def _numbers(ptrs, at, K, WHOLE: tl.constexpr):
+    """What lies at columns ``at``, zeros from K on; with WHOLE there are none such."""
+    return tl.load(ptrs + at) if WHOLE else tl.load(ptrs + at, mask=at < K, other=0.0)
 
-    All chunks are asked for before the first is used. They are as wide as two warps are, so sums cross few threads.
-    """
+
+@triton.jit
+def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """One row of x times ``rows`` [BLOCK_N] of numbers: [BLOCK_N] float32. Each chunk is asked for one ahead."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, K, CHUNKS * BLOCK_K):
-        w = ()
-        x = ()
-        for i in tl.static_range(CHUNKS):
-            at = start + i * BLOCK_K + k
-            w += (tl.load(rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0),)  # type: ignore[assignment]  # a longer tuple
-            x += (tl.load(x_ptr + at, mask=at < K, other=0.0),)  # type: ignore[assignment]  # a longer tuple
-        for i in tl.static_range(CHUNKS):
-            acc += w[i].to(tl.float32) * x[i].to(tl.float32)[None, :]
-    return tl.sum(acc, 1)
+    w = _numbers(rows[:, None], k[None, :], K, WHOLE)
+    last = (tl.cdiv(K, BLOCK_K) - 1) * BLOCK_K
+    for start in range(0, last, BLOCK_K):
+        x = _numbers(x_ptr, start + k, K, WHOLE).to(tl.float32)
+        ahead = _numbers(rows[:, None], (start + BLOCK_K + k)[None, :], K, WHOLE)
+        acc += w.to(tl.float32) * x[None, :]
+        w = ahead
+    x = _numbers(x_ptr, last + k, K, WHOLE).to(tl.float32)
+    return tl.sum(acc + w.to(tl.float32) * x[None, :], 1)
 
 
 @triton.jit
@@ -115,7 +117,7 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
         elif DECODE is not None:
             acc = _run_sums(x_ptr, w_ptr, stride_wn, first, N, K, BLOCK_N, DECODE)[None, :]
         else:
-            acc = _number_sums(x_ptr, rows, K, BLOCK_N, BLOCK_K, FORM.chunks)[None, :]
+            acc = _number_sums(x_ptr, rows, K, BLOCK_N, BLOCK_K, FORM.whole)[None, :]
     elif DECODE is not None:
         columns = x_ptr + t[None, :] * K + tl.arange(0, 32)[:, None]
         if FORM.words:
@@ -127,10 +129,10 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
         k = tl.arange(0, BLOCK_K)
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         for start in range(0, K, BLOCK_K):
-            left = k < K - start
-            x = tl.load(x_ptr + start + t[:, None] * K + k[None, :], mask=live[:, None] & left[None, :], other=0.0)
+            at = (start + k)[None, :]
+            x = tl.load(x_ptr + t[:, None] * K + at, mask=live[:, None] & (at < K), other=0.0)
             # [BLOCK_N, BLOCK_K]
-            w = tl.load(rows[:, None] + start + k[None, :], mask=left[None, :], other=0.0)
+            w = _numbers(rows[:, None], at, K, FORM.whole)
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
     inside = n < N
     if bias_ptr is not None:
@@ -211,7 +213,7 @@ def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
         1 if one else tile.m,
         tile.n,
         tile.k,
-        tile.m if one else 1,
+        x.shape[1] % tile.k == 0,
     )
 
 
@@ -220,7 +222,7 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
     (T, K), pairs = x.shape, projections.pairs
     rows = [rows_of(weight) for weight, _ in pairs]
     columns = [data.shape[0] for data, _ in rows]
-    tiles = [linear_tile(T, sum(columns), K, x.element_size(), x.device, format) for _, format in rows]
+    tiles = [linear_tile(T, sum(columns), x.element_size(), x.device, format) for _, format in rows]
     forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
     none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
     compiled: dict[str, Any] = {}

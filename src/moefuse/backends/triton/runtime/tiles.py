@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability, ceil_div
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,14 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
     return Tile(1, n, k * max(1, 8 // slots), warps, 1)
 
 
-def linear_tile(T: int, N: int, K: int, itemsize: int, device: torch.device, format: str = "") -> Tile:
-    """The tile of `moefuse.linear` for few rows and ``N`` columns of all its weights.
-
-    Of numbers times a single row ``m`` chunks of ``k`` of each of ``n`` rows are under way at once.
-    """
+def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str = "") -> Tile:
+    """The tile of `moefuse.linear` for few rows and ``N`` columns of all its weights."""
     if INTERPRETED:
         return Tile(2, 8, 256 if format else 32, 4, 1) if T == 1 else Tile(16, 64, 32, 4, 1)
     if T == 1 and format:
         return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
-    if T == 1:  # 8 KiB for each warp alone, so that sums cross no warps and a thread has 16 loads of 16 bytes
-        return Tile(min(2, ceil_div(K * itemsize, 2048)), 2, 2048 // itemsize, 1, 1)
+    if T == 1:  # a warp alone, so that sums cross no warps; each thread has 16 loads of 16 bytes under way
+        return Tile(1, 2, 2048 // itemsize, 1, 1)
     if format:
         return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
     if itemsize == 4:
