@@ -207,9 +207,8 @@ def profile(args: argparse.Namespace, contest: Contest) -> None:
     rows = sorted(found.key_averages(), key=lambda row: -row.device_time_total)
     launches = sum(row.count for row in rows)
     inside = sum(row.count for row in rows if row.count >= args.layers)
-    print(
-        f"\n{launches} launches in a step, {inside / args.layers:.1f} in a layer\n\n| kernel | launches | us |\n|---|---|---|"
-    )
+    print(f"\n{launches} launches in a step, {inside / args.layers:.1f} in a layer\n")
+    print("| kernel | launches | us |\n|---|---|---|")
     for row in rows[:12]:
         print(f"| {row.key[:60]} | {row.count} | {row.device_time_total:.0f} |")
 
