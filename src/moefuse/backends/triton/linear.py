@@ -93,8 +93,8 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
     first = tile * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     # Rows past the end are the last row again, and not stored.
-    last = tl.minimum(n, N - 1)
-    rows = w_ptr + last.to(tl.int64) * stride_wn
+    last = tl.minimum(n, N - 1).to(tl.int64)
+    rows = w_ptr + last * stride_wn
     t = tl.arange(0, BLOCK_T)
     live = t < T
     # Who wrote the weights is not known, so their numbers must wait; the cache is filled with them meanwhile.
