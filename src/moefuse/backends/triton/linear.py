@@ -35,18 +35,21 @@ from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, linear_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Projections, Weight
 
+#: bytes of weights that a program fetches before the launch before it has ended; all programs' share the cache
+_AHEAD = 32 << 10
+
 
 class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
     ``words``: in Q4_K, 16 bytes at once, ``asm_bytes`` of them by instructions of the card; ``rounded``: times x in 8
-    bits. ``row_block`` covers a row of the weight; ``whole``: such a row is a multiple of ``block_k``.
+    bits. ``ahead``: numbers or bytes of each row to fetch before x is there; ``whole``: K is a multiple of ``block_k``.
     """
 
     words: bool
     rounded: bool
     asm_bytes: int
-    row_block: int
+    ahead: int
     block_t: int
     block_n: int
     block_k: int
@@ -99,13 +102,13 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
     first = tile * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     # Rows past the end are the last row again, and not stored.
-    last = tl.minimum(n, N - 1)
-    rows = w_ptr + last.to(tl.int64) * stride_wn
+    last = tl.minimum(n, N - 1).to(tl.int64)
+    rows = w_ptr + last * stride_wn
     t = tl.arange(0, BLOCK_T)
     live = t < T
     # Who wrote the weights is not known, so their numbers must wait; the cache is filled with them meanwhile.
     if HAS_PDL and BLOCK_T == 1:
-        prefetch_rows(rows, stride_wn, FORM.row_block)
+        prefetch_rows(rows, stride_wn, FORM.ahead)
     wait()
     launch_dependents()
     if BLOCK_T == 1:
@@ -209,7 +212,7 @@ def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
         words,
         rounded,
         packed,
-        block_of(rows.data.shape[1], 1),
+        min(block_of(rows.data.shape[1], 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
         1 if one else tile.m,
         tile.n,
         tile.k,
