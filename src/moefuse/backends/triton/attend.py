@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,8 @@ from moefuse.types import Cache
 _PROGRAMS = 264
 #: rows of partial sums that one program is to put together, about: more take longer than they save
 _MERGED_ROWS = 192
+#: numbers of them that it adds at once: 64 for each thread
+_MERGED = 8192
 #: bytes of keys and values under way in a program
 _BYTES = 1 << 16
 #: a window that leaves nothing out
@@ -181,6 +185,23 @@ def _attend_kernel(
                 _merge(sums_ptr, stats_ptr, pair, parts, sinks_ptr, out_ptr, Hk, Dv, GROUP, BLOCK_DV, SPLITS, MERGED)
 
 
+def tile_of(group: int, D: int, Dv: int, size: int, splits: int) -> dict[str, Any]:
+    """What a kernel for numbers of ``size`` bytes is compiled for."""
+    BLOCK_D, BLOCK_DV, heads = block_of(D), block_of(Dv), block_of(group, 1)
+    row_bytes = (BLOCK_D + BLOCK_DV) * size
+    BLOCK_L = 32 if row_bytes <= 512 else 16
+    return {
+        "GROUP": group,
+        "ROWS": block_of(group),
+        "BLOCK_L": BLOCK_L,
+        "BLOCK_D": BLOCK_D,
+        "BLOCK_DV": BLOCK_DV,
+        "SPLITS": block_of(splits, 1),
+        "MERGED": (max(1, _MERGED // (heads * BLOCK_DV)), heads),
+        "STAGES": max(2, min(4, _BYTES // (BLOCK_L * row_bytes))),
+    }
+
+
 def attend(
     q: Tensor, cache: Cache, mask: Tensor | None, sinks: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
@@ -188,11 +209,8 @@ def attend(
     out = torch.empty((B, Hq, Dv), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    group, BLOCK_D, BLOCK_DV = Hq // Hk, block_of(D), block_of(Dv)
-    heads = block_of(group, 1)
-    row_bytes = (BLOCK_D + BLOCK_DV) * q.element_size()
-    BLOCK_L = 32 if row_bytes <= 512 else 16
-    splits = max(1, min(_PROGRAMS // (B * Hk), max(8, _MERGED_ROWS // group), 64, ceil_div(L, BLOCK_L)))
+    group = Hq // Hk
+    splits = max(1, min(_PROGRAMS // (B * Hk), max(8, _MERGED_ROWS // group), 64, ceil_div(L, 16)))
     sums = torch.empty((B * Hk, splits, group, Dv), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * Hk, splits, group, 2), dtype=torch.float32, device=q.device)
     launch(
@@ -205,14 +223,7 @@ def attend(
         q.stride()[:2],
         (*cache.keys.stride()[:3], *cache.values.stride()[:3]),
         0 if mask is None else mask.stride(0),
-        GROUP=group,
-        ROWS=block_of(group),
-        BLOCK_L=BLOCK_L,
-        BLOCK_D=BLOCK_D,
-        BLOCK_DV=BLOCK_DV,
-        SPLITS=block_of(splits, 1),
-        MERGED=(max(1, 8192 // (heads * BLOCK_DV)), heads),
-        STAGES=max(2, min(4, _BYTES // (BLOCK_L * row_bytes))),
+        **tile_of(group, D, Dv, q.element_size(), splits),
         num_warps=4,
         launch_pdl=PDL,
     )
