@@ -74,7 +74,7 @@ def test_they_compile_without_a_card(tmp_path: Path) -> None:
 def test_counters_are_left_at_zero_however_many_parts_there_are(
     target: tuple[str, str], seen: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four parts at most: none, one, some or all have places."""
+    """Of two parts at most, of two tiles each: none, one, some or all have places."""
     given: list[torch.Tensor] = []
 
     def watched(scratch: torch.Tensor, count: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_counters_are_left_at_zero_however_many_parts_there_are(
         return given[-1]
 
     monkeypatch.setattr(kernels, "counters", watched)
-    monkeypatch.setattr(kernels, "_PROGRAMS", 8)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 4)
     made = cases.Inputs(rng, torch.float32)
     q, keys, values = made.normal(1, 6, 16), made.normal(1, 2, 128, 16), made.normal(1, 2, 128, 16)
     position = torch.tensor([seen - 1])

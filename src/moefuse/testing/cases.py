@@ -440,6 +440,8 @@ CASES: tuple[Case, ...] = (
     Case("attend", "group", "eight heads share their keys", make.attend(2, 16, 2, 96, 70, 69), gradients=False),
     Case("attend", "large", "sixteen heads of 256 values", make.attend(1, 16, 1, 256, 60, 37), gradients=False),
     Case("attend", "long", "many places, in parts", make.attend(1, 8, 2, 128, 700, 650), gradients=False),
+    Case("attend", "batch", "many sequences: several tiles in a part",
+         make.attend(11, 8, 8, 32, 120, 117), gradients=False),
     Case("attend", "window", "only the last places",
          make.attend(2, 4, 1, 64, 300, 290, window=100), gradients=False),
     Case("attend", "gpt_oss", "a window, a sink for each head, a scale",
