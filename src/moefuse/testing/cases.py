@@ -449,8 +449,8 @@ CASES: tuple[Case, ...] = (
     Case("attend", "mask", "places left out", make.attend(3, 4, 2, 48, 90, 80, mask=True), gradients=False),
     Case("attend", "everything", "every part at once, values of another size",
          make.attend(3, 6, 2, 40, 140, 139, mask=True, sinks=True, window=77, Dv=24), gradients=False),
-    Case("attend", "nothing", "a query that sees nothing",
-         make.attend(2, 4, 2, 32, 40, -1, sinks=True), gradients=False),
+    Case("attend", "nothing", "a query that sees nothing, beside one that does",
+         make.attend(2, 4, 2, 32, 40, 30, mask=True, blind=True, sinks=True), gradients=False),
     Case("attend", "no_token", "B=0", make.attend(0, 4, 2, 16, 8, 3), gradients=False),
 )  # fmt: skip
 
