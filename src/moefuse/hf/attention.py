@@ -126,7 +126,8 @@ def _rotated(
     B, S, H = x.shape
     projections = module.q_proj, module.k_proj, module.v_proj
     biases = tuple(projection.bias for projection in projections)
-    q, k, v = linear(x.reshape(-1, H), tuple(map(weight_of, projections)), bias=biases)  # type: ignore[arg-type]
+    weights: Any = tuple(map(weight_of, projections))
+    q, k, v = linear(x.reshape(-1, H), weights, bias=biases)
     norms: dict[str, Any] = {}
     if rule.norms == "head":
         norms = {"q_norm": module.q_norm.weight, "k_norm": module.k_norm.weight, "eps": rule.eps}

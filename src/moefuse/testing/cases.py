@@ -473,6 +473,8 @@ CASES: tuple[Case, ...] = (
     Case("attend", "group", "eight heads share their keys", make.attend(2, 16, 2, 96, 70, 69), gradients=False),
     Case("attend", "large", "sixteen heads of 256 values", make.attend(1, 16, 1, 256, 60, 37), gradients=False),
     Case("attend", "long", "many places, in parts", make.attend(1, 8, 2, 128, 700, 650), gradients=False),
+    Case("attend", "batch", "many sequences: several tiles in a part",
+         make.attend(11, 8, 8, 32, 120, 117), gradients=False),
     Case("attend", "window", "only the last places",
          make.attend(2, 4, 1, 64, 300, 290, window=100), gradients=False),
     Case("attend", "gpt_oss", "a window, a sink for each head, a scale",
@@ -480,8 +482,8 @@ CASES: tuple[Case, ...] = (
     Case("attend", "mask", "places left out", make.attend(3, 4, 2, 48, 90, 80, mask=True), gradients=False),
     Case("attend", "everything", "every part at once, values of another size",
          make.attend(3, 6, 2, 40, 140, 139, mask=True, sinks=True, window=77, Dv=24), gradients=False),
-    Case("attend", "nothing", "a query that sees nothing",
-         make.attend(2, 4, 2, 32, 40, -1, sinks=True), gradients=False),
+    Case("attend", "nothing", "a query that sees nothing, beside one that does",
+         make.attend(2, 4, 2, 32, 40, 30, mask=True, blind=True, sinks=True), gradients=False),
     Case("attend", "no_token", "B=0", make.attend(0, 4, 2, 16, 8, 3), gradients=False),
 )  # fmt: skip
 

@@ -308,6 +308,7 @@ def attend(B: int, Hq: int, Hk: int, D: int, L: int, position: int, **on: Any) -
         seen = (torch.arange(L) <= position).expand(B, L)
         if on.get("mask"):
             made["mask"] = torch.rand((B, L), generator=inputs.rng) < 0.6
+            made["mask"][: int(on.get("blind", False))] = False
             seen = seen & made["mask"]
         if on.get("window"):
             made["window"] = on["window"]

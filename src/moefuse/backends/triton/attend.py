@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,8 @@ from moefuse.types import Cache
 
 #: programs, about: one for each multiprocessor of an H200, but no more than this for a head of keys
 _PROGRAMS, _SPLITS = 132, 16
+#: numbers of partial sums that a program adds at once: 64 for each thread
+_MERGED = 8192
 #: bytes of keys and values in a tile
 _BYTES = 1 << 15
 #: a window that leaves nothing out
@@ -181,6 +185,22 @@ def _attend_kernel(
                 _merge(sums_ptr, stats_ptr, pair, parts, sinks_ptr, out_ptr, Hk, Dv, GROUP, BLOCK_DV, SPLITS, MERGED)
 
 
+def tile_of(group: int, D: int, Dv: int, size: int, splits: int) -> dict[str, Any]:
+    """What a kernel for numbers of ``size`` bytes is compiled for."""
+    BLOCK_D, BLOCK_DV, heads = block_of(D), block_of(Dv), block_of(group, 1)
+    BLOCK_L = max(16, min(64, _BYTES // ((BLOCK_D + BLOCK_DV) * size)))
+    return {
+        "GROUP": group,
+        "ROWS": block_of(group),
+        "BLOCK_L": BLOCK_L,
+        "BLOCK_D": BLOCK_D,
+        "BLOCK_DV": BLOCK_DV,
+        "SPLITS": block_of(splits, 1),
+        "MERGED": (max(1, _MERGED // (heads * BLOCK_DV)), heads),
+        "STAGES": 2,
+    }
+
+
 def attend(
     q: Tensor, cache: Cache, mask: Tensor | None, sinks: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
@@ -188,11 +208,8 @@ def attend(
     out = torch.empty((B, Hq, Dv), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    group, BLOCK_D, BLOCK_DV = Hq // Hk, block_of(D), block_of(Dv)
-    heads = block_of(group, 1)
-    row_bytes = (BLOCK_D + BLOCK_DV) * q.element_size()
-    BLOCK_L = max(16, min(64, _BYTES // row_bytes))
-    splits = max(1, min(_PROGRAMS // (B * Hk), _SPLITS, ceil_div(L, BLOCK_L)))
+    group = Hq // Hk
+    splits = max(1, min(_PROGRAMS // (B * Hk), _SPLITS, ceil_div(L, 16)))
     sums = torch.empty((B * Hk, splits, group, Dv), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * Hk, splits, group, 2), dtype=torch.float32, device=q.device)
     launch(
@@ -205,14 +222,7 @@ def attend(
         q.stride()[:2],
         (*cache.keys.stride()[:3], *cache.values.stride()[:3]),
         0 if mask is None else mask.stride(0),
-        GROUP=group,
-        ROWS=block_of(group),
-        BLOCK_L=BLOCK_L,
-        BLOCK_D=BLOCK_D,
-        BLOCK_DV=BLOCK_DV,
-        SPLITS=block_of(splits, 1),
-        MERGED=(max(1, 8192 // (heads * BLOCK_DV)), heads),
-        STAGES=2,
+        **tile_of(group, D, Dv, q.element_size(), splits),
         num_warps=4,
         launch_pdl=PDL,
     )
