@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
@@ -317,12 +316,17 @@ class Projections(NamedTuple):
     @property
     def stops(self) -> list[int]:
         """Where the columns of each end, side by side."""
-        return list(itertools.accumulate(weight.shape[0] for weight, _ in self.pairs))
+        stops, stop = [], 0
+        for weight, _ in self.pairs:
+            stop += weight.shape[0]
+            stops.append(stop)
+        return stops
 
     @property
     def specs(self) -> tuple[str | None, ...]:
         """The `QuantTensor.spec` of each weight, None for numbers."""
-        return tuple(spec_of_weight(weight) for weight, _ in self.pairs)
+        weights = self.weight, self.second, self.third, self.fourth
+        return tuple(map(spec_of_weight, weights))
 
 
 class Tail(NamedTuple):

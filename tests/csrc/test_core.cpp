@@ -221,6 +221,37 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
   close(*got_outer, outer, "grouped_outer");
 }
 
+// Two weights side by side, the second with a bias, and the first alone with bias and residual.
+void test_linear(Dtype d, int64_t T, int64_t N, int64_t K) {
+  int64_t second = N / 2 + 1, width = N + second;
+  auto x = random_buffer(d, T * K), bias = random_buffer(d, N), residual = random_buffer(d, T * N);
+  auto weight = random_buffer(d, width * K, 1 / std::sqrt(K + 1.0));  // rows of both, one behind the other
+  std::vector<double> both(static_cast<size_t>(T * width)), alone(static_cast<size_t>(T * N));
+  for (int64_t i = 0; i < T * width; ++i) {
+    int64_t t = i / width, n = i % width;
+    double sum = 0;
+    for (int64_t k = 0; k < K; ++k) sum += (*x)[t * K + k] * (*weight)[n * K + k];
+    both[static_cast<size_t>(i)] = sum + (n < N ? 0 : (*bias)[n - N]);
+    if (n < N) alone[static_cast<size_t>(t * N + n)] = sum + (*bias)[n] + (*residual)[t * N + n];
+  }
+  Projections two{};
+  two.weight = plain_weight(*weight, 1, N, K);
+  two.third = plain_weight(*weight, 1, second, K);
+  two.third.data = static_cast<const char*>(weight->data()) + N * K * bytes_of(d);
+  two.third_bias = bias->tensor();
+  auto got = same_bits(d, T * width, [&](Buffer& to, int threads) {
+    linear(x->tensor(K), two, {}, to.output(width), threads);
+  });
+  close(*got, both, "linear, two weights");
+  Projections one{};
+  one.weight = two.weight;
+  one.bias = bias->tensor();
+  got = same_bits(d, T * N, [&](Buffer& to, int threads) {
+    linear(x->tensor(K), one, residual->tensor(N), to.output(N), threads);
+  });
+  close(*got, alone, "linear, residual");
+}
+
 // The seven gradients of experts with silu, sentinels and duplicates among the ids, against loops in double.
 void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, int64_t top_k, bool interleaved) {
   context = kernels().name + std::string(" experts_backward");
@@ -605,6 +636,10 @@ int main() {
         test_grouped(d, 50, 2, 1, 300, 70, form & 1, form & 2);
         test_grouped(d, 0, 2, 3, 4, 5, form & 1, form & 2);
       }
+      context = isa + " linear";
+      test_linear(d, 1, 300, 70);
+      test_linear(d, 5, 33, 45);
+      test_linear(d, 130, 200, 260);
       test_experts_backward(d, 7, 4, 33, 21, 2, false);
       test_experts_backward(d, 60, 2, 40, 37, 4, true);
       test_experts_backward(d, 3, 2, 300, 270, 1, false);

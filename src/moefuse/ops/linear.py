@@ -74,8 +74,11 @@ def linear(
     if not isinstance(weight, tuple):
         return out
     # One at a time: of views that one operation gives together, autograd lets none be written to.
-    stops = projections.stops
-    return tuple(out[:, stop - w.shape[0] : stop] for w, stop in zip(weights, stops, strict=True))
+    parts, start = [], 0
+    for each in weights:
+        parts.append(out[:, start : start + each.shape[0]])
+        start += each.shape[0]
+    return tuple(parts)
 
 
 def _tuples(weight: Any, bias: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

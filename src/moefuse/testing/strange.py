@@ -105,6 +105,7 @@ _NEVER_EXPANDED = {
     "combine": ("inverse",),
     "grouped_linear": ("plan",),
     "grouped_outer": ("plan", "x"),
+    "linear": ("weight",),
 }
 
 
@@ -113,8 +114,8 @@ def strange_forms(case: Case) -> Iterator[Strange]:
     for argument, value in case.inputs(0, torch.float32).items():
         for index, t in enumerate(tensors_in(value)):
             for form in FORMS:
-                # Blocks follow each other without gaps, and bytes have no sign.
-                blocks = t.dtype == torch.uint8 and form not in ("expanded", "offset")
+                # Blocks follow each other without gaps, of whole experts any number; and bytes have no sign.
+                blocks = t.dtype == torch.uint8 and form not in ("offset", "expanded" if t.dim() > 2 else "")
                 ties = form == "expanded" and argument in _NEVER_EXPANDED.get(case.op, ())
                 if not blocks and not ties and not (form == "transposed" and t.dim() < 2):
                     yield Strange(argument, index, form)
