@@ -176,7 +176,7 @@ def dequantized_bytes(model: Any) -> int:
     for module in block_experts(model).values():
         stacks = module.stacks()
         weights += sum(w.shape.numel() for w in (stacks.gate_up, stacks.up, stacks.down) if w is not None)
-    return int(weights * model.get_input_embeddings().weight.dtype.itemsize)
+    return int(weights * model.get_input_embeddings().weight.dtype.itemsize) if weights else 0
 
 
 def refuse_to_save(*_: Any, **__: Any) -> None:
@@ -193,10 +193,13 @@ def dequantize(model: Any) -> None:
     That takes the memory of the whole model in its type. It is for what computes with numbers only: transformers' own
     implementations, ``save_pretrained``, training of experts.
     """
+    experts, matrices = block_experts(model), _quantized(model)
+    if not experts and not matrices:
+        return
     dtype = model.get_input_embeddings().weight.dtype
-    for path, module in block_experts(model).items():
+    for path, module in experts.items():
         model.set_submodule(path, module.dequantized(dtype))
-    for path, matrix in _quantized(model).items():
+    for path, matrix in matrices.items():
         model.set_submodule(path, matrix.dequantized())
     model.tie_weights()
     vars(model).pop("save_pretrained", None)
