@@ -55,6 +55,7 @@ class BlockExperts(nn.Module):
         self.has_bias = "down_bias" in tensors
         #: name of a stack in blocks -> its `QuantTensor.spec`
         self.specs: dict[str, str] = {}
+        self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
         for name, value in tensors.items():
             kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
             if isinstance(value, QuantTensor):
@@ -64,7 +65,15 @@ class BlockExperts(nn.Module):
                 self.register_buffer(kept, value.to(dtype))
 
     def _stack(self, name: str) -> Any:
-        return wrap(getattr(self, name), self.specs.get(name))
+        stack, kept = self._buffers[name], self._kept.get(name)
+        compiling = torch.compiler.is_compiling()  # a graph is to know the stack as a buffer
+        if kept is not None and kept.blocks is stack and not compiling:
+            return kept
+        assert stack is not None
+        made = wrap(stack, self.specs.get(name))
+        if isinstance(made, QuantTensor) and not compiling:
+            self._kept[name] = made
+        return made
 
     def stacks(self) -> Stacks:
         """What the ops compute with."""
