@@ -110,6 +110,18 @@ def test_tied_modules_share_their_blocks(rng: torch.Generator) -> None:
     assert shared(pickle.loads(pickle.dumps(model)))
 
 
+def test_other_blocks_are_seen_at_once(rng: torch.Generator) -> None:
+    first, second = (QuantLinear(blocks("Q4_K", rng)) for _ in range(2))
+    x = torch.randn(1, K)
+    before = first(x)
+    assert first.weight is first.weight
+    first.load_state_dict(second.state_dict(), assign=True)
+    assert torch.equal(first(x), second(x))
+    assert not torch.equal(first(x), before)
+    first.blocks = blocks("Q4_K", rng).blocks
+    assert not torch.equal(first(x), second(x))
+
+
 def test_autocast_decides_the_type(rng: torch.Generator) -> None:
     layer, x = QuantLinear(blocks("Q8_0", rng), torch.ones(N)), torch.randn(3, K)
     assert layer(x).dtype == torch.float32

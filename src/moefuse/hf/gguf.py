@@ -117,7 +117,7 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if getattr(function, "__module__", None) in _INITIALISERS:
-            target = args[0] if args else options.get("tensor")
+            target = next(iter(args), options.get("tensor"))
             if isinstance(target, Tensor) and target.is_meta:
                 return target
         if function is torch.empty and args and options.get("device") is None:

@@ -55,6 +55,7 @@ class BlockExperts(nn.Module):
         self.has_bias = "down_bias" in tensors
         #: name of a stack in blocks -> its `QuantTensor.spec`
         self.specs: dict[str, str] = {}
+        self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
         for name, value in tensors.items():
             kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
             if isinstance(value, QuantTensor):
@@ -64,7 +65,15 @@ class BlockExperts(nn.Module):
                 self.register_buffer(kept, value.to(dtype))
 
     def _stack(self, name: str) -> Any:
-        return wrap(getattr(self, name), self.specs.get(name))
+        stack, kept = self._buffers[name], self._kept.get(name)
+        compiling = torch.compiler.is_compiling()  # a graph is to know the stack as a buffer
+        if kept is not None and kept.blocks is stack and not compiling:
+            return kept
+        assert stack is not None
+        made = wrap(stack, self.specs.get(name))
+        if isinstance(made, QuantTensor) and not compiling:
+            self._kept[name] = made
+        return made
 
     def stacks(self) -> Stacks:
         """What the ops compute with."""
@@ -176,7 +185,7 @@ def dequantized_bytes(model: Any) -> int:
     for module in block_experts(model).values():
         stacks = module.stacks()
         weights += sum(w.shape.numel() for w in (stacks.gate_up, stacks.up, stacks.down) if w is not None)
-    return int(weights * model.get_input_embeddings().weight.dtype.itemsize)
+    return int(weights * model.get_input_embeddings().weight.dtype.itemsize) if weights else 0
 
 
 def refuse_to_save(*_: Any, **__: Any) -> None:
@@ -193,10 +202,13 @@ def dequantize(model: Any) -> None:
     That takes the memory of the whole model in its type. It is for what computes with numbers only: transformers' own
     implementations, ``save_pretrained``, training of experts.
     """
+    experts, matrices = block_experts(model), _quantized(model)
+    if not experts and not matrices:
+        return
     dtype = model.get_input_embeddings().weight.dtype
-    for path, module in block_experts(model).items():
+    for path, module in experts.items():
         model.set_submodule(path, module.dequantized(dtype))
-    for path, matrix in _quantized(model).items():
+    for path, matrix in matrices.items():
         model.set_submodule(path, matrix.dequantized())
     model.tie_weights()
     vars(model).pop("save_pretrained", None)

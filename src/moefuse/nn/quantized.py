@@ -47,6 +47,7 @@ class QuantModule(nn.Module):
             raise TypeError(f"{name}: dtype must be a floating-point type, got {dtype}")
         #: the `QuantTensor.spec` of the blocks
         self.spec = weight.spec
+        self._kept: ModuleWeight | None = None  # making it anew would take longer than a small product
         self.register_buffer("blocks", weight.blocks)
         # Empty: it is there for its type, which follows ``to`` as that of numbers would.
         self.register_buffer("_numbers", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
@@ -54,8 +55,16 @@ class QuantModule(nn.Module):
     @property
     def weight(self) -> ModuleWeight:
         """The blocks as the ops take them; ``dtype``, ``device`` and ``shape`` are those of the numbers."""
+        buffers: Any = self._buffers  # nn.Module takes its time to find one
+        kept, blocks, dtype = self._kept, buffers["blocks"], buffers["_numbers"].dtype
+        compiling = torch.compiler.is_compiling()  # a graph is to know the blocks as a buffer
+        if kept is not None and kept.blocks is blocks and kept.dtype is dtype and not compiling:
+            return kept
         form, colon, _ = self.spec.partition(":")
-        return ModuleWeight(self.blocks, form, bool(colon), self._numbers.dtype)
+        made = ModuleWeight(blocks, form, bool(colon), dtype)
+        if not compiling:
+            self._kept = made
+        return made
 
     def dequantized(self) -> nn.Module:
         """The module of numbers that it stands for, its weight frozen."""

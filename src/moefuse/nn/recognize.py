@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moefuse.nn.quantized import QuantLinear
 from moefuse.ops.glu import glu
 from moefuse.ops.route import route
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, SCORES, Activation, Routing
 
 # Two float32 computations of one formula differ by a few 1e-7; two formulas by far more on the inputs used here.
@@ -191,6 +192,8 @@ def _plain(value: Any) -> Any:
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_plain, value))
+    if isinstance(value, QuantTensor):
+        return value.spec, value.shape
     return id(value)
 
 
