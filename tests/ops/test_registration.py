@@ -161,9 +161,9 @@ CALLS = {
     "tail_backward strided": lambda: (
         rand(T, H), turned(T, H), turned(T, H), Tail(turned(T, H), norm_weight=rand(H))),
     "rope": lambda: (rand(2, T, 4, 6), rand(2, T, 2, 6), None, Rotary(rand(1, T, 2), rand(1, T, 2), rand(6)), None),
-    "rope cache": lambda: (
+    "rope_out": lambda: (
         rand(2, T, 4, 6), rand(2, T, 2, 6), rand(2, T, 2, 5), Rotary(rand(2, T, 3), rand(2, T, 3)), cache()),
-    "rope strided": lambda: (
+    "rope_out strided": lambda: (
         turned(2, T, 4, 6), rand(2, 2, T, 6).transpose(1, 2), rand(2, T, 9, 5)[:, :, ::5], Rotary(
             turned(2, T, 3), turned(1, T, 3)), cache()),
     "attend": lambda: (rand(2, 4, 6), cache(), None, None, 0.5, None),
@@ -298,7 +298,7 @@ PUBLIC = {
         lambda q, k, cos, sin, norm: moefuse.rope(q, k, cos, sin, q_norm=norm),
         lambda rows: (torch.randn(2, rows, 4, 6), torch.randn(2, rows, 3, 6), *rand(2, 1, rows, 2), rand(6)),
     ),
-    "rope cache": (
+    "rope_out": (
         written,
         lambda rows: (
             torch.randn(2, rows, 9, 6), rand(1, rows, 3), torch.randn(2, 2, 3, 19, 6), torch.tensor(3),
@@ -312,7 +312,7 @@ PUBLIC = {
         ),
     ),
 }  # fmt: skip
-NO_GRADIENT = {"plan", "grouped_outer", "rope", "rope cache", "attend"}
+NO_GRADIENT = {"plan", "grouped_outer", "rope", "rope_out", "attend"}
 
 
 def listed(result):
