@@ -76,7 +76,7 @@ def linear(
     # One at a time: of views that one operation gives together, autograd lets none be written to.
     parts, start = [], 0
     for each in weights:
-        parts.append(out[:, start : start + each.shape[0]])
+        parts.append(out.narrow(1, start, each.shape[0]))
         start += each.shape[0]
     return tuple(parts)
 

@@ -26,18 +26,22 @@ from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, linear_tile
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Projections, Weight
 
+#: bytes of weights that a program fetches before the launch before it has ended; all programs' share the cache
+_AHEAD = 32 << 10
+
 
 class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
     ``words``: in Q4_K, 16 bytes at once, ``asm_bytes`` of them by instructions of the card; ``rounded``: times x in 8
-    bits. ``row_block`` covers a row of the weight. Of one row of x, ``chunks`` of ``block_k`` are under way at a time.
+    bits. ``ahead``: numbers or bytes of each row to fetch before x is there. Times a single row of x, ``chunks`` of
+    ``block_k`` numbers are under way at a time.
     """
 
     words: bool
     rounded: bool
     asm_bytes: int
-    row_block: int
+    ahead: int
     block_t: int
     block_n: int
     block_k: int
@@ -48,7 +52,8 @@ class _Form(NamedTuple):
 def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
     """One row of x times ``rows`` [BLOCK_N] of numbers: [BLOCK_N] float32.
 
-    All chunks are asked for before the first is used. They are as wide as two warps are, so sums cross few threads.
+    All chunks are asked for before the first is used. They are as wide as all warps together, so that a thread has the
+    same columns of x and of every row.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -88,13 +93,13 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
     first = tile * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     # Rows past the end are the last row again, and not stored.
-    last = tl.minimum(n, N - 1)
-    rows = w_ptr + last.to(tl.int64) * stride_wn
+    last = tl.minimum(n, N - 1).to(tl.int64)
+    rows = w_ptr + last * stride_wn
     t = tl.arange(0, BLOCK_T)
     live = t < T
     # Who wrote the weights is not known, so their numbers must wait; the cache is filled with them meanwhile.
     if HAS_PDL:
-        prefetch_rows(rows, stride_wn, FORM.row_block)
+        prefetch_rows(rows, stride_wn, FORM.ahead)
     wait()
     launch_dependents()
     if BLOCK_T == 1:
@@ -198,7 +203,7 @@ def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
         words,
         rounded,
         packed,
-        block_of(rows.data.shape[1], 1),
+        min(block_of(rows.data.shape[1], 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
         1 if one else tile.m,
         tile.n,
         tile.k,

@@ -96,8 +96,8 @@ def linear_tile(T: int, N: int, K: int, itemsize: int, device: torch.device, for
     if T == 1 and format:
         return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
     if T == 1:  # 16 KiB, each thread eight loads of 16 bytes
-        m = min(16, block_of(ceil_div(K * itemsize, 1024), 1))
-        return Tile(m, 16 // m, 1024 // itemsize, 4, 1)
+        m = min(8, block_of(ceil_div(K * itemsize, 2048), 1))
+        return Tile(m, 8 // m, 2048 // itemsize, 4, 1)
     if format:
         return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
     if itemsize == 4:
