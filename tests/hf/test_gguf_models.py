@@ -35,7 +35,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 #: what is in numbers though the file has blocks: a router, a product with one row, rows that are laid across blocks
-NUMBERS = r"router\.proj|mlp\.shared_expert_gate|linear_attn\.out_proj|self_attn\.kv_b_proj"
+NUMBERS = r"router\.proj|mlp\.shared_expert_gate|self_attn\.kv_b_proj"
 
 
 def errors_of(name: str, path: Path, in_blocks: bool) -> list[float]:
@@ -187,6 +187,18 @@ def test_halves_in_two_formats_become_numbers(tmp_path: Path) -> None:
     tokens = torch.randint(0, 320, (2, 9))
     stock.set_experts_implementation("eager")
     assert difference(logits(model, tokens), logits(stock, tokens).double()).worst < TOLERANCE
+
+
+def test_heads_that_share_a_block_become_numbers(tmp_path: Path) -> None:
+    path, kind = tmp_path / "model.gguf", KINDS["qwen35moe"]
+    sizes = kind.sizes | {"linear_num_value_heads": 8}
+    for form, module in {"Q4_K": nn.Linear, "Q8_0": QuantLinear}.items():
+        stock = make(replace(kind, sizes=sizes, formats=kind.formats | {"ssm_out": form}), path)
+        model, _ = load(path)
+        assert type(model.model.layers[0].linear_attn.out_proj) is module
+        tokens = torch.randint(0, 320, (2, 9))
+        stock.set_experts_implementation("eager")
+        assert difference(logits(model, tokens), logits(stock, tokens).double()).worst < TOLERANCE
 
 
 def test_a_matrix_of_another_shape_is_named(tmp_path: Path) -> None:

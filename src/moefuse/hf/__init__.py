@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
 
 `supports` says whether a model would use it, `patch` runs whole MoE layers where it understands them, `from_gguf` loads
-a GGUF file and leaves its experts in their blocks.
+a GGUF file and leaves its weights in their blocks.
 """
 
 from __future__ import annotations

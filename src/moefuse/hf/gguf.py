@@ -23,6 +23,7 @@ from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
 from moefuse.nn.quantized import QuantModule
+from moefuse.quant.formats import FORMATS
 from moefuse.quant.gguf import GGUFFile, Malformed, brief, read
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import dtype_named
@@ -46,8 +47,9 @@ def from_gguf(
     are used. Where llama.cpp has the rows of a matrix in another order or in two tensors of one format (queries and
     keys of Mixtral and Granite, Granite's shared expert, linear attention of Qwen 3.5), its blocks are copied into the
     model's order, a tensor at a time. Numbers are what the file has as numbers, routers, and what is laid across
-    blocks: Granite's shared expert in two formats, ``out_proj`` of linear attention, ``kv_b_proj`` of DeepSeek where
-    the file has keys and values apart. Parameters come frozen. `moefuse.hf.dequantize` turns all blocks into numbers.
+    blocks: Granite's shared expert in two formats, ``out_proj`` of linear attention in blocks wider than a head,
+    ``kv_b_proj`` of DeepSeek where the file has keys and values apart. Parameters come frozen. `moefuse.hf.dequantize`
+    turns all blocks into numbers.
 
     Args:
         path: a file; of a model in several files the first.
@@ -184,13 +186,15 @@ class _Source:
     def blocks(self, name: str, shape: torch.Size) -> QuantTensor | None:
         """A matrix in blocks; None where it must be numbers."""
         way = self.way(name)
-        if way is None or not way.by_rows or any(".ffn_gate_inp." in stored for stored in way.names):
+        if way is None or any(".ffn_gate_inp." in stored for stored in way.names):
             return None
         tensors = [self.file[stored] for stored in way.names]
         matrices = [one for one in tensors if isinstance(one, QuantTensor) and one.dim() == 2]
         if len(matrices) < len(tensors) or len({one.format for one in matrices}) > 1:
             return None
         first, *_ = matrices
+        if not way.takes_blocks(self.keys, FORMATS[first.format].values):
+            return None
         made = QuantTensor(self._made(way, [one.blocks for one in matrices]), first.format)
         _check_shape(name, made.shape, shape, way)
         self.note(name.rpartition(".")[0], *way.names)

@@ -104,12 +104,18 @@ class Keys:
 class Made:
     """A parameter made from these tensors of its layer, given as ``function(keys, *tensors)``.
 
-    ``by_rows``: the function does no more than move whole rows, so it may be given rows of blocks.
+    A function that does no more than move whole rows (``by_rows``) may be given rows of blocks; one that moves
+    ``columns``, so many at a time, where these fill whole blocks.
     """
 
     names: tuple[str, ...]
     function: Callable[..., Tensor]
     by_rows: bool = False
+    columns: Callable[[Keys], int] | None = None
+
+    def takes_blocks(self, keys: Keys, values: int) -> bool:
+        """Whether it may be given blocks of so many values in the place of numbers."""
+        return self.by_rows or (self.columns is not None and self.columns(keys) % values == 0)
 
 
 #: what a parameter is made from; of several the first that the file has
@@ -482,6 +488,13 @@ def _grouped_values(keys: Keys, rows: Tensor) -> Tensor:
     return _grouped(keys, rows, _value_size(keys))
 
 
+def _grouped_columns(keys: Keys, rows: Tensor) -> Tensor:
+    """As `_grouped_values`, along the columns."""
+    groups, heads = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
+    by_turn = rows.view(rows.shape[0], -1, groups, rows.shape[1] // heads)
+    return by_turn.transpose(1, 2).reshape(rows.shape)
+
+
 def _grouped_tail(keys: Keys, rows: Tensor) -> Tensor:
     """As `_grouped_values`, behind the rows of queries and keys."""
     head = 2 * keys.size("ssm.state_size") * keys.size("ssm.group_count")
@@ -495,7 +508,7 @@ _LINEAR_ATTENTION: dict[str, Source] = {
     "linear_attn.in_proj_b.weight": Made(("ssm_beta.weight",), _grouped, by_rows=True),
     "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), lambda keys, t: _grouped_tail(keys, t).unsqueeze(1)),
     "linear_attn.norm.weight": "ssm_norm.weight",
-    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), lambda keys, t: _grouped_values(keys, t.T).T.contiguous()),
+    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _grouped_columns, columns=_value_size),
     "linear_attn.A_log": Made(("ssm_a",), lambda keys, t: _grouped(keys, (-t).log())),
     "linear_attn.dt_bias": Made(("ssm_dt.bias",), _grouped),
 }
