@@ -9,8 +9,9 @@ from torch import Tensor
 
 from moefuse.ops._core.arithmetic import inverse_rms, widen
 from moefuse.ops._core.checks import INTEGERS, check_eps, check_float64, check_optional, check_tensor
-from moefuse.ops._core.library import define
+from moefuse.ops._core.library import define, define_kernel
 from moefuse.ops._core.memory import check_outputs
+from moefuse.ops._core.select import select
 from moefuse.types import Cache, Rotary
 
 
@@ -76,7 +77,7 @@ def rope(
         raise ValueError(f"rope: v, keys, values and position come together, got no {missing}")
     cache = Cache(keys, values, position)
     check_written(q, k, v, cache)
-    return _rope_out(backend, q, k, v, rotary, cache)[0]
+    return _rope_out(backend, q, k, v, rotary, cache)
 
 
 def check(q: Any, k: Any, rotary: Rotary) -> None:
@@ -166,11 +167,16 @@ def _write(places: Tensor, rows: Tensor, position: Tensor) -> None:
     places.index_copy_(2, at, torch.where(inside[:, None], rows, places.index_select(2, at)))
 
 
+def _writing(backend: str | None, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: Cache) -> Tensor:
+    """q alone: torch.compile cannot leave out an unused result of an op that writes."""
+    return select(rope_reference, q, backend)(q, k, v, rotary, cache)[0]
+
+
 _rope = define(rope_reference, "q", fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(k.shape)))
-_rope_out = define(
+_rope_out = define_kernel(
     rope_reference,
-    "q",
+    _writing,
+    fake=lambda q, _k, _v, _rotary, _cache: q.new_empty(q.shape),
     form="_out",
-    fake=lambda q, k, _v, _rotary, _cache: (q.new_empty(q.shape), k.new_empty(0)),
     mutated=("keys", "values"),
 )
