@@ -220,8 +220,12 @@ def make_plan(ids):
 
 
 def written(heads, cos, cache, position):
-    """A rope and the cache that it has written to, another than was given."""
-    keys, values = cache.clone()
+    """A rope and the cache that it has written to, another than was given.
+
+    Keys and values each have memory of their own: of two views of one tensor of dynamic size, both written to, torch's
+    inductor returns the wrong parts (2.13), whoever writes.
+    """
+    keys, values = (part.clone() for part in cache)
     q, k, v = heads.split((3, 3, 3), 2)
     return moefuse.rope(q, k, cos, cos, v=v, keys=keys, values=values, position=position), keys, values
 
