@@ -97,7 +97,7 @@ def test_several_prompts_write_what_each_writes_alone(
 def test_one_prompt_is_shown_as_it_comes(qwen3: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     capture(qwen3, 1, 20)
     shown: list[str] = []
-    done = generate(qwen3, tokenizer, [prompt(4)], 8, lambda row, said: shown.append(said))
+    done = generate(qwen3, tokenizer, [prompt(4)], 8, lambda _, said: shown.append(said))
     assert len([said for said in shown if said]) > 4
     assert "".join(shown) == done.texts[0] == tokenizer.decode(done.tokens[0][4:])
 
@@ -114,10 +114,7 @@ def test_the_first_token_is_shown_before_the_second_is_made(
 
 
 def test_a_long_prompt_goes_in_by_pieces(
-    qwen3: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    run_tokens: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    qwen3: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, run_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "PIECE", 6)
     capture(qwen3, 1, 30)
