@@ -61,6 +61,28 @@ def test_writes_what_transformers_writes(tmp_path: Path, name: str) -> None:
     assert same() or all(same() for _ in range(2))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_every_architecture_decodes_in_a_step_that_is_prepared(tmp_path: Path, name: str) -> None:
+    """Two prompts of different lengths, as transformers' own loop continues them."""
+    line = (tmp_path / "model.gguf", "--prompt", PROMPT, "--prompt", "it was", "--max-tokens", 5)
+
+    def same() -> bool:
+        make(KINDS[name], tmp_path / "model.gguf")
+        (code, got), (stock_code, want) = (
+            invoke(*line, "--dtype", "fp32", "--exact", *more) for more in ((), ("--no-capture",))
+        )
+        assert code == stock_code == 0, got + want
+        assert "decode step not captured: --no-capture" in want
+        if name == "qwen35moe":
+            assert "decode step not captured: every layer of the model must keep keys and values, got linear_" in got
+        else:
+            assert "decode step prepared for batch 2, " in got
+        return got.partition("moefuse: prefill")[0] == want.partition("moefuse: prefill")[0]
+
+    # A router may stand between two experts by less than float32 tells apart; then two other files must not.
+    assert same() or all(same() for _ in range(2))
+
+
 def test_compare_stats_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "model.gguf", tmp_path / "load.png"

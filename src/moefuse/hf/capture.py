@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class Step:
         # Layers that attend with our op want the mask of padding alone; any other a mask of its own making.
         own = [m for m in model.modules() if getattr(vars(m).get("_moefuse_layer"), "rule", None) is not None]
         self.padding_only = len(own) == layers
+        #: in a conversation a prompt that begins with what the cache holds starts behind that, ``kept`` tokens
+        self.keeps, self.kept = False, 0
+        self.held: Tensor | None = None
+        #: a long prompt goes in by pieces, and this is told how many of its tokens are done after each
+        self.piece: int | None = None
+        self.progress: Callable[[int], None] | None = None
         self.logits = self._capture() if self.device.type == "cuda" else None
 
     def _capture(self) -> Tensor:
@@ -74,28 +80,44 @@ class Step:
 
     def prefill(self, tokens: Tensor, mask: Tensor | None, places: Tensor | None = None) -> Tensor:
         """Logits ``[B, V]`` behind the prompts ``[B, S]``, which fill the cache; ``mask`` is 0 where one is padded."""
-        S = tokens.shape[1]
-        self.cache.clear()
+        S, start = tokens.shape[1], 0
         self.mask.fill_(True)
         if mask is None or bool(mask.all()):
             mask = None
             places = torch.arange(S, device=self.device).expand(self.batch, S) if places is None else places
+            start = self._held_of(tokens) if self.keeps else 0
         else:
             self.mask[:, :S] = mask.bool()
             places = (mask.long().cumsum(-1) - 1).clamp_min(0) if places is None else places
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=places,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.cache.length = S
+        self.held, self.kept = None, start  # until the answer is there
+        if start == 0:
+            self.cache.clear()
+        self.cache.length = start
+        piece = self.piece or S
+        for stop in (*range(start + piece, S, piece), S):
+            out = self.model(
+                input_ids=tokens[:, start:stop],
+                attention_mask=None if mask is None else mask[:, :stop],
+                position_ids=places[:, start:stop],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            self.cache.length = start = stop
+            if self.progress is not None:
+                self.progress(stop)
         self.cache.position.fill_(S)
         self.places.copy_(places[:, -1:] + 1)
         logits: Tensor = out.logits[:, -1]
         return logits
+
+    def _held_of(self, tokens: Tensor) -> int:
+        """How many tokens at the beginning are those of the cache; never all, as the last one's logits are wanted."""
+        if self.held is None:
+            return 0
+        length = min(self.held.shape[1], tokens.shape[1] - 1)
+        differs = (self.held[:, :length] != tokens[:, :length]).any(0).nonzero()
+        return int(differs[0]) if len(differs) else length
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits ``[B, V]`` behind these tokens ``[B]``; the next call overwrites them."""
@@ -245,12 +267,17 @@ def _loop(
         input_ids = torch.cat((input_ids, tokens[:, None]), -1)
         running = running & ~criteria(input_ids, tuple(scores) if keeps_scores else None)
         more = step.cache.length < step.cache.max_length
-        if more:  # before the host waits for anything; when nothing follows, one step was for nothing
+        ahead = more and step.logits is not None
+        if ahead:  # before the host waits for anything; when nothing follows, one step was for nothing
             logits = step(tokens)
         if streamer is not None:
             streamer.put(tokens.cpu())
         if not more or not bool(running.any()):
             break
+        if not ahead:
+            logits = step(tokens)
+    if step.keeps and bool(step.mask.all()):
+        step.held = input_ids[:, : step.cache.length]
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:
