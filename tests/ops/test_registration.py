@@ -219,13 +219,13 @@ def make_plan(ids):
     return plan.counts, plan.offsets, plan.order, plan.inverse
 
 
-def written(heads, cos, cache, position):
+def written(heads, cos, keys, values, position):
     """A rope and the cache that it has written to, another than was given.
 
-    Keys and values each have memory of their own: of two views of one tensor of dynamic size, both written to, torch's
-    inductor returns the wrong parts (2.13), whoever writes.
+    Keys and values come apart: of parts of one tensor of dynamic size, both written to, torch's inductor returns the
+    wrong numbers (2.13).
     """
-    keys, values = (part.clone() for part in cache)
+    keys, values = keys.clone(), values.clone()
     q, k, v = heads.split((3, 3, 3), 2)
     return moefuse.rope(q, k, cos, cos, v=v, keys=keys, values=values, position=position), keys, values
 
@@ -305,7 +305,8 @@ PUBLIC = {
     "rope_out": (
         written,
         lambda rows: (
-            torch.randn(2, rows, 9, 6), rand(1, rows, 3), torch.randn(2, 2, 3, 19, 6), torch.tensor(3),
+            torch.randn(2, rows, 9, 6), rand(1, rows, 3), torch.randn(2, 3, 19, 6), torch.randn(2, 3, 19, 6),
+            torch.tensor(3),
         ),
     ),
     "attend": (
