@@ -227,6 +227,39 @@ def generated(_: dict[str, str]) -> Iterator[Check]:
 
     for way in ("patch", "experts_implementation"):
         yield f"generate with a static cache, model by {way}", lambda way=way: run(way)
+        for batch in (1, 3):
+            name = f"generate with a captured step, batch {batch}, model by {way}"
+            yield name, lambda way=way, batch=batch: captured_step(way, batch)
+
+
+def captured_step(way: str, batch: int) -> str | None:
+    """A captured step writes the stock model's tokens, padded prompts and a second request included; its logits are to
+    the bit those of the same step uncaptured."""
+    import torch
+
+    import moefuse.hf
+    from moefuse.hf.capture import Step
+
+    model, plain = make_model(way, torch.float32), make_model("stock", torch.float32)
+    options = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
+    said = moefuse.hf.capture(model, batch, max_length=200)
+    for padding in (0, 3, 0):
+        ids = torch.randint(1, 128, (batch, 9), device=device())
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        have = model.generate(ids, attention_mask=mask, **options)
+        want = plain.generate(ids, attention_mask=mask, **options)
+        if not torch.equal(have, want):
+            return f"{said}; padding {padding}: tokens differ: {have.tolist()} for {want.tolist()}"
+    with torch.no_grad():
+        step = Step(model, batch, 300)
+        tokens, logits = torch.randint(0, 128, (200, batch), device=device()), []
+        for graph in (step.logits, None):
+            step.logits = graph
+            step.prefill(ids, None)
+            logits.append(torch.stack([step(token).clone() for token in tokens]))
+    captured, uncaptured = logits
+    return None if torch.equal(captured, uncaptured) else "the captured step's logits are not the uncaptured one's"
 
 
 def graphs(_: dict[str, str]) -> Iterator[Check]:
