@@ -21,9 +21,9 @@ def qwen3() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def prompt(length: int) -> Tensor:
