@@ -189,9 +189,13 @@ def test_a_conversation(chatty: Path, run_tokens: list[int]) -> None:
 
 
 def test_a_conversation_ends_where_it_is_full(chatty: Path, run_tokens: list[int]) -> None:
-    code, output = invoke(chatty, "--chat", "--max-tokens", 200, said="w3 w4\nw5\n" * 70)
+    code, output = invoke(chatty, "--chat", "--max-tokens", 200, said="w3 w4\n")
     assert code == 0, output
-    assert "the conversation ends: its 128 places are full" in output
+    assert "the conversation ends: its 128 places are full moefuse: prefill 4 tokens at" in output
+    assert "decode 123 tokens at" in output
+    code, output = invoke(chatty, "--chat", "--max-tokens", 7, said="w3 w4\nw5\n" * 70)
+    assert code == 0, output
+    assert output.count("the conversation ends: its 128 places are full") == 1
     code, output = invoke(chatty, "--chat", "--max-tokens", 2, said=" ".join(["w3"] * 130))
     assert code == 0, output
     assert "the conversation ends: its 128 places are full" in output
