@@ -1,7 +1,9 @@
 """moefuse run, as a user runs it: a tiny model and tokenizer on disk, and every mistake that is easy to make."""
 
+import gc
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from moefuse import config, hf
 from moefuse.backends.cpu import _native
 from moefuse.cli import app
-from moefuse.cli.run import _draw_load
+from moefuse.cli.run import _draw_load, _many_imports
 from moefuse.hf import text
 from moefuse.hf.capture import Step
 
@@ -189,9 +191,13 @@ def test_a_conversation(chatty: Path, run_tokens: list[int]) -> None:
 
 
 def test_a_conversation_ends_where_it_is_full(chatty: Path, run_tokens: list[int]) -> None:
-    code, output = invoke(chatty, "--chat", "--max-tokens", 200, said="w3 w4\nw5\n" * 70)
+    code, output = invoke(chatty, "--chat", "--max-tokens", 200, said="w3 w4\n")
     assert code == 0, output
-    assert "the conversation ends: its 128 places are full" in output
+    assert "the conversation ends: its 128 places are full moefuse: prefill 4 tokens at" in output
+    assert "decode 123 tokens at" in output
+    code, output = invoke(chatty, "--chat", "--max-tokens", 7, said="w3 w4\nw5\n" * 70)
+    assert code == 0, output
+    assert output.count("the conversation ends: its 128 places are full") == 1
     code, output = invoke(chatty, "--chat", "--max-tokens", 2, said=" ".join(["w3"] * 130))
     assert code == 0, output
     assert "the conversation ends: its 128 places are full" in output
@@ -392,9 +398,22 @@ def test_dense_model(tmp_path: Path) -> None:
     assert "run it with transformers alone" in output
 
 
-def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_the_collector_waits_for_the_first_import_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _many_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    monkeypatch.delitem(sys.modules, "transformers")
+    try:
+        with _many_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
+
+def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -333,12 +334,31 @@ def _box() -> str:
     return str(_BOX)
 
 
+@contextmanager
+def _many_imports() -> Iterator[None]:
+    """transformers makes a million objects and no garbage, so the collector waits, and then leaves them alone.
+
+    Of a command that takes 7 s, that is 0.8 s before the first token and 1.4 s at the end.
+    """
+    if "transformers" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _load(
     path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
 ) -> tuple[Any, Any]:
     try:
-        from moefuse import hf
-        from moefuse.hf.load import load
+        with _many_imports():
+            from moefuse import hf
+            from moefuse.hf import text  # noqa: F401  # where the collector waits
+            from moefuse.hf.load import load
     except ImportError as error:
         options.stop("MODEL", str(error))
     from transformers.utils import logging

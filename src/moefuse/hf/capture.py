@@ -105,6 +105,8 @@ class Step:
             )
             self.cache.length = start = stop
             if self.progress is not None:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 self.progress(stop)
         self.cache.position.fill_(S)
         self.places.copy_(places[:, -1:] + 1)
