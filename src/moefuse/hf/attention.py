@@ -21,6 +21,8 @@ from moefuse.nn.quantized import weight_of
 from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same
 from moefuse.quant.tensor import QuantTensor
 
+#: rows from which on a product on a GPU is torch's
+_PROMPT_ROWS = 16
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 
@@ -119,15 +121,30 @@ def _fits(module: Any, rule: AttentionRule, width: int) -> bool:
     return isinstance(got, tuple) and isinstance(got[0], Tensor) and same(got[0], want, of_row=1)
 
 
+def _products(rows: Tensor, modules: tuple[Any, ...], residual: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What linear layers make of the same rows, plus ``residual``.
+
+    On a GPU many rows times numbers are torch's product in `moefuse.linear`, too; a prompt's host time is shorter
+    without a call of ours around it.
+    """
+    weights: tuple[Any, ...] = tuple(map(weight_of, modules))
+    biases = tuple(module.bias for module in modules)
+    if rows.is_cuda and rows.shape[0] > _PROMPT_ROWS and not any(isinstance(w, QuantTensor) for w in weights):
+        if residual is None:
+            return tuple(map(nn.functional.linear, itertools.repeat(rows), weights, biases))
+        if biases == (None,):
+            return (torch.addmm(residual, rows, weights[0].T),)
+    if residual is None:
+        return linear(rows, weights, bias=biases)
+    return (linear(rows, *weights, bias=biases[0], residual=residual),)
+
+
 def _rotated(
     module: Any, rule: AttentionRule, x: Tensor, table: tuple[Tensor, Tensor], **cache: Any
 ) -> tuple[Any, Tensor]:
     """q and k as `moefuse.rope` returns them, and v: ``[B, S, heads, D]`` from rows ``[B, S, H]``."""
     B, S, H = x.shape
-    projections = module.q_proj, module.k_proj, module.v_proj
-    biases = tuple(projection.bias for projection in projections)
-    weights: Any = tuple(map(weight_of, projections))
-    q, k, v = linear(x.reshape(-1, H), weights, bias=biases)
+    q, k, v = _products(x.reshape(-1, H), (module.q_proj, module.k_proj, module.v_proj))
     norms: dict[str, Any] = {}
     if rule.norms == "head":
         norms = {"q_norm": module.q_norm.weight, "k_norm": module.k_norm.weight, "eps": rule.eps}
@@ -188,7 +205,5 @@ def attention(
         out, _ = interface(
             module, q, k, v, attention_mask, dropout=0.0, scaling=rule.scale, sliding_window=window, **options
         )
-    weight: Any = weight_of(module.o_proj)
-    rows, added = out.reshape(B * S, -1), residual.reshape(B * S, -1)
-    summed: Tensor = linear(rows, weight, bias=module.o_proj.bias, residual=added)
+    (summed,) = _products(out.reshape(B * S, -1), (module.o_proj,), residual.reshape(B * S, -1))
     return summed.view(residual.shape)
