@@ -661,13 +661,13 @@ def test_a_plan_changed_after_it_was_checked_leads_nowhere():
     """The CPU's kernels look again, for a few nanoseconds a row: a bad index must not become an address."""
     plan = moefuse.plan(ids_of(), E)
     plan.order[2] = 10**9
-    for call in (linear, outer):
+    for call in (grouped, outer):
         with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
             call(plan=plan, backend="cpu")
     plan = moefuse.plan(ids_of(), E)
     plan.offsets[-1] = 10**6
     with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
-        linear(plan=plan, backend="cpu")
+        grouped(plan=plan, backend="cpu")
 
 
 def test_routing_and_activation_are_frozen():
