@@ -227,12 +227,49 @@ def generated(_: dict[str, str]) -> Iterator[Check]:
 
     for way in ("patch", "experts_implementation"):
         yield f"generate with a static cache, model by {way}", lambda way=way: run(way)
+        for batch in (1, 3):
+            name = f"generate with a captured step, batch {batch}, model by {way}"
+            yield name, lambda way=way, batch=batch: captured_step(way, batch)
+
+
+def captured_step(way: str, batch: int) -> str | None:
+    """A captured step writes the stock model's tokens, padded prompts and a second request included; its logits are to
+    the bit those of the same step uncaptured."""
+    import torch
+
+    import moefuse.hf
+    from moefuse.hf.capture import Step
+
+    model, plain = make_model(way, torch.float32), make_model("stock", torch.float32)
+    options = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
+    said = moefuse.hf.capture(model, batch, max_length=200)
+    for padding in (0, 3, 0):
+        ids = torch.randint(1, 128, (batch, 9), device=device())
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        have = model.generate(ids, attention_mask=mask, **options)
+        want = plain.generate(ids, attention_mask=mask, **options)
+        if not torch.equal(have, want):
+            return f"{said}; padding {padding}: tokens differ: {have.tolist()} for {want.tolist()}"
+    with torch.no_grad():
+        step = Step(model, batch, 300)
+        tokens, logits = torch.randint(0, 128, (200, batch), device=device()), []
+        for graph in (step.logits, None):
+            step.logits = graph
+            step.prefill(ids, None)
+            logits.append(torch.stack([step(token).clone() for token in tokens]))
+    captured, uncaptured = logits
+    return None if torch.equal(captured, uncaptured) else "the captured step's logits are not the uncaptured one's"
 
 
 def graphs(_: dict[str, str]) -> Iterator[Check]:
     for T in (1, 4):
         yield f"two graphs captured on one stream, replayed at once on two, T={T}", lambda T=T: graphs_at_once(T)
     yield "a graph captured before anything ran outside one", captured_first
+    for T in (1, 5, 40):
+        for spec in (None, "Q4_K", "Q6_K"):
+            name = f"linear after linear in a graph, T={T}, {spec or 'plain'} weights"
+            yield name, lambda T=T, spec=spec: linear_in_a_graph(T, spec)
 
 
 def graphs_at_once(T: int, replays: int = 200) -> str | None:
@@ -270,6 +307,44 @@ def graphs_at_once(T: int, replays: int = 200) -> str | None:
             wrong = [i for i, out in enumerate(outputs) if not torch.equal(out, want[i])]
             if wrong:
                 return f"replay {turn + 1}: graph {wrong[0] + 1} gave other bits than the eager call"
+    return None
+
+
+def linear_in_a_graph(T: int, spec: str | None) -> str | None:
+    """Launches that may begin before the last one ends give the bits of calls one by one; rows, residuals and even
+    weights are what the last one wrote."""
+    import torch
+
+    import moefuse
+    from moefuse.testing.inputs import Inputs
+
+    made = Inputs(torch.Generator().manual_seed(SEED), torch.bfloat16)
+    query, key, back = (made.stack(spec, *shape).to(device()) for shape in ((2048, 1024), (512, 1024), (1024, 2048)))
+    x, rows = made.normal(T, 1024).to(device()), made.weight(300, 512).to(device())
+
+    def run(x: Any, between: Callable[[], None]) -> Any:
+        for _ in range(10):
+            q, k = moefuse.linear(x, (query, key), backend="triton")
+            between()
+            x = moefuse.linear(q, back, residual=x, backend="triton")
+            between()
+            weight = moefuse.linear(rows[:16], rows, backend="triton")  # [16, 300]
+            between()
+            x = x + moefuse.linear(moefuse.linear(k, rows, backend="triton"), weight, backend="triton").mean()
+            between()
+        return x
+
+    with torch.inference_mode():
+        want = run(x, torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(x, lambda: None)
+        for turn in range(50):
+            out.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            if not torch.equal(out, want):
+                return f"replay {turn + 1} gave other bits than calls one by one"
     return None
 
 

@@ -71,6 +71,25 @@ struct Plan {
   explicit operator bool() const { return static_cast<bool>(offsets); }
 };
 
+// Up to four dimensions, dense in the last; those that are missing stand first. Strides in bytes.
+struct View {
+  char* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  int64_t sizes[4] = {};
+  int64_t strides[3] = {};
+
+  char* row(int64_t i, int64_t j, int64_t k) const { return data + i * strides[0] + j * strides[1] + k * strides[2]; }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Which places of a cache are seen: [B, L] bytes, stride in bytes.
+struct Mask {
+  const uint8_t* data = nullptr;
+  int64_t stride = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
 enum class GroupScore : int { max, top2_sum };
 enum class Layout : int { halves, interleaved };
 constexpr const char* kGroupScoreNames[] = {"max", "top2_sum"};
@@ -104,6 +123,11 @@ struct Stacks {
   Layout layout;
 };
 
+struct Projections {
+  Weight weight, second, third, fourth;  // [N, K] each, as one expert's [1, N, K]; but for the first they may be absent
+  Tensor bias, second_bias, third_bias, fourth_bias;
+};
+
 struct Tail {
   Tensor shared;        // [T, H]
   Tensor shared_gate;   // [T]
@@ -116,6 +140,17 @@ struct Tail {
 struct Outputs {
   Output out;     // [T, H]
   Output normed;  // [T, H], written when the tail has a norm weight
+};
+
+struct Rotary {
+  View cos, sin;  // [B or 1, S, R/2]
+  Tensor q_norm, k_norm;
+  float eps;
+};
+
+struct Cache {
+  View keys, values;  // [B, Hk, L, D] and [B, Hk, L, Dv]
+  Ids position;       // one
 };
 
 void route(Tensor logits, Tensor bias, Tensor per_expert_scale, const Routing& routing, Output weights, Indices ids,
@@ -145,6 +180,9 @@ void check_plan(const Plan& plan);
 // x [T, K] or [S, K] -> y [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
 void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
                     int threads);
+
+// x [T, K] -> out [T, N of all], the weights' results side by side; residual is like out, or absent.
+void linear(Tensor x, const Projections& projections, Tensor residual, Output out, int threads);
 
 // out is [E, N, K]: the sum over each expert's rows of grad (outer) x.
 void grouped_outer(Tensor grad, Tensor x, const Plan& plan, bool gather, bool scatter, Output out, int threads);
@@ -182,5 +220,13 @@ struct ExpertsGradients {
 // d [T, H] is the gradient of the weighted sum, z what `experts` wrote.
 void experts_backward(Tensor d, Tensor x, Tensor z, Tensor weights, const Stacks& stacks, const Plan& plan,
                       const Activation& activation, const ExpertsGradients& gradients, int threads);
+
+// q [B, S, Hq, D] to q_out; k to k_out, or with a cache k and v to the places from its position on that there are.
+void rope(const View& q, const View& k, const View& v, const Rotary& rotary, const Cache& cache, const View& q_out,
+          const View& k_out, int threads);
+
+// q [B, Hq, D] -> out [B, Hq, Dv]. A window of 0 leaves nothing out.
+void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float scale, int64_t window, Output out,
+            int threads);
 
 }  // namespace moefuse

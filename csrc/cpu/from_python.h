@@ -76,6 +76,20 @@ class Reader {
     to = {address(from), wide, shape.product(shape.count() - 1), shape[-1]};
   }
 
+  void read(nb::handle from, View& to) {
+    if (from.is_none()) return;
+    Sizes shape(attribute<"shape">(from)), strides(call<"stride">(from));
+    to.data = static_cast<char*>(address(from));
+    to.dtype = dtype(from);
+    for (int i = 0; i < 4; ++i) to.sizes[i] = shape[i - 4];
+    for (int i = 0; i < 3; ++i) to.strides[i] = strides[i - 4] * (to.dtype == Dtype::f32 ? 4 : 2);
+  }
+
+  void read(nb::handle from, Mask& to) {
+    if (from.is_none()) return;
+    to = {static_cast<const uint8_t*>(address(from)), Sizes(call<"stride">(from))[-2]};
+  }
+
   void read(nb::handle from, Indices& to) {
     if (from.is_none()) return;
     Sizes shape(attribute<"shape">(from));
@@ -161,6 +175,17 @@ class Reader {
     field<"layout">(from, to.layout);
   }
 
+  void read(nb::handle from, Projections& to) {
+    rows_field<"weight">(from, to.weight);
+    rows_field<"second">(from, to.second);
+    rows_field<"third">(from, to.third);
+    rows_field<"fourth">(from, to.fourth);
+    field<"bias">(from, to.bias);
+    field<"second_bias">(from, to.second_bias);
+    field<"third_bias">(from, to.third_bias);
+    field<"fourth_bias">(from, to.fourth_bias);
+  }
+
   void read(nb::handle from, Tail& to) {
     field<"shared">(from, to.shared);
     field<"shared_gate">(from, to.shared_gate);
@@ -173,6 +198,21 @@ class Reader {
   void read(nb::handle from, Outputs& to) {
     field<"out">(from, to.out);
     field<"normed">(from, to.normed);
+  }
+
+  void read(nb::handle from, Rotary& to) {
+    field<"cos">(from, to.cos);
+    field<"sin">(from, to.sin);
+    field<"q_norm">(from, to.q_norm);
+    field<"k_norm">(from, to.k_norm);
+    field<"eps">(from, to.eps);
+  }
+
+  void read(nb::handle from, Cache& to) {
+    if (from.is_none()) return;
+    field<"keys">(from, to.keys);
+    field<"values">(from, to.values);
+    field<"position">(from, to.position);
   }
 
   void read(nb::handle from, GateGradients& to) {

@@ -72,6 +72,7 @@ NB_MODULE(_core, m) {
   def(m, "plan", plan);
   def(m, "grouped_linear", grouped_linear);
   def(m, "grouped_outer", grouped_outer);
+  def(m, "linear", linear);
   def(m, "glu", glu);
   def(m, "glu_backward", glu_backward);
   def(m, "combine", combine);
@@ -79,4 +80,6 @@ NB_MODULE(_core, m) {
   def(m, "tail_backward", tail_backward);
   def(m, "experts", experts);
   def(m, "experts_backward", experts_backward);
+  def(m, "rope", rope);
+  def(m, "attend", attend);
 }

@@ -8,6 +8,9 @@
 ``S``  assignments, ``T * top_k``: one (token, slot) pair that goes to one expert
 =====  =======================================================================
 
+Around the layer, in `moefuse.rope` and `moefuse.attend`, tokens are apart: ``B`` sequences of ``S`` tokens, with ``Hq``
+query heads and ``Hk`` key heads of ``D`` values each (``Dv`` of a value), and ``L`` places in a cache.
+
 ``M``, ``N`` and ``K`` are left to matrix products, where they mean what they always mean.
 """
 
@@ -296,6 +299,47 @@ class Stacks(NamedTuple):
         return gate_up, up, down
 
 
+class Projections(NamedTuple):
+    """The weights ``[N, K]`` of `moefuse.linear`, one to four that take the same rows, and the bias of each."""
+
+    weight: Weight
+    second: Weight | None = None
+    third: Weight | None = None
+    fourth: Weight | None = None
+    bias: Tensor | None = None
+    second_bias: Tensor | None = None
+    third_bias: Tensor | None = None
+    fourth_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Projections:
+        weight, *others = weights
+        second, third, fourth = (*others, None, None, None)[:3]
+        return cls(weight, second, third, fourth, *biases)
+
+    @property
+    def pairs(self) -> list[tuple[Weight, Tensor | None]]:
+        """Each weight with its bias."""
+        biases = self.bias, self.second_bias, self.third_bias, self.fourth_bias
+        pairs = zip((self.weight, self.second, self.third, self.fourth), biases, strict=True)
+        return [(weight, bias) for weight, bias in pairs if weight is not None]
+
+    @property
+    def stops(self) -> list[int]:
+        """Where the columns of each end, side by side."""
+        stops, stop = [], 0
+        for weight, _ in self.pairs:
+            stop += weight.shape[0]
+            stops.append(stop)
+        return stops
+
+    @property
+    def specs(self) -> tuple[str | None, ...]:
+        """The `QuantTensor.spec` of each weight, None for numbers."""
+        weights = self.weight, self.second, self.third, self.fourth
+        return tuple(map(spec_of_weight, weights))
+
+
 class Tail(NamedTuple):
     """What follows the weighted sum of the experts: shared expert, residual, and the norm of the result."""
 
@@ -324,6 +368,25 @@ class Wanted(NamedTuple):
     down: bool
     gate_up_bias: bool
     down_bias: bool
+
+
+class Rotary(NamedTuple):
+    """What `moefuse.rope` does to each head: the norms before it, and the angles, ``[B or 1, S, R/2]`` each."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+class Cache(NamedTuple):
+    """Keys ``[B, Hk, L, D]`` and values ``[B, Hk, L, Dv]`` of L places, and the place of the first query: one integer,
+    which only the device reads."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
 
 
 def spec_of_weight(weight: object) -> str | None:

@@ -82,6 +82,26 @@ def test_the_same_bits_whatever_the_threads(isa: str, dtype: torch.dtype, T: int
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("B", "Hq", "Hk", "L"), [(1, 8, 2, 1500), (3, 4, 4, 300), (1, 70, 1, 700)])
+@pytest.mark.usefixtures("threads")
+def test_the_same_attention_whatever_the_threads(
+    isa: str, dtype: torch.dtype, B: int, Hq: int, Hk: int, L: int, rng: torch.Generator
+) -> None:
+    """Fewer heads of keys than threads and more, and more queries to one than a product takes at once."""
+    made = cases.Inputs(rng, dtype)
+    q, keys, values = made.normal(B, Hq, 64), made.normal(B, Hk, L, 64), made.normal(B, Hk, L, 64)
+    results = []
+    for count in (1, 2, 3, 5, 2):
+        torch.set_num_threads(count)
+        results.append(moefuse.attend(q, keys, values, torch.tensor(L - 2), backend="cpu"))
+    assert all(torch.equal(results[0], other) for other in results[1:]), isa
+    wide = (t.double() for t in (q, keys, values))
+    want = moefuse.attend(*wide, torch.tensor(L - 2), backend="reference")
+    assert difference(results[0], want).within(cases.tolerance_of("attend", "out", want, dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("T", [1, 5, 70])
 @pytest.mark.usefixtures("threads")
 def test_the_same_gradients_whatever_the_threads(isa: str, dtype: torch.dtype, T: int) -> None:
@@ -95,6 +115,21 @@ def test_the_same_gradients_whatever_the_threads(isa: str, dtype: torch.dtype, T
         results.append(torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), isa
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("T", [1, 5, 60])
+@pytest.mark.usefixtures("threads")
+def test_linear_has_the_same_bits_whatever_the_threads(isa: str, dtype: torch.dtype, T: int) -> None:
+    made = cases.Inputs(torch.Generator().manual_seed(int(torch.randint(2**31, ()))), dtype)
+    x = made.normal(T, 512)
+    weights = made.weight(700, 512), made.stack("Q4_K", 300, 512), made.stack("Q8_0:exact", 77, 512)
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(torch.cat(moefuse.linear(x, weights, backend="cpu"), 1))
+    assert all(torch.equal(results[0], other) for other in results[1:]), isa
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:

@@ -12,11 +12,11 @@ from moefuse.testing.strange import strange_cases
 
 EMULATED = [t for t in cases.runnable(emulated=True) if t[0] == "triton" and t not in cases.runnable()]
 #: thousands of interpreted programs each
-LONG = {"plan/many", "route/e1000", "gate/many", "experts/prefill"}
+LONG = {"plan/many", "route/e1000", "gate/many", "experts/prefill", "attend/batch"}
 #: of the experts in blocks, these stand for all in the short run; every format has its own product there
 IN_BLOCKS = {"experts/mixed", "experts/mixed_plain", "experts/mxfp4_gpt_oss"}
 #: gradients of the rest take minutes; tests/backends/test_triton_training.py has small ones
-SHORT_GRADIENTS = {"route", "glu", "combine", "grouped_linear"}
+SHORT_GRADIENTS = {"route", "glu", "combine", "grouped_linear", "linear"}
 
 
 def long(case: cases.Case, dtype: torch.dtype) -> bool:

@@ -1,19 +1,26 @@
 """moefuse run, as a user runs it: a tiny model and tokenizer on disk, and every mistake that is easy to make."""
 
+import gc
 import importlib.metadata
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
-from moefuse import config
+from moefuse import config, hf
+from moefuse.backends.cpu import _native
 from moefuse.cli import app
-from moefuse.cli.run import _draw_load
+from moefuse.cli.run import _draw_load, _many_imports
+from moefuse.hf import text
+from moefuse.hf.capture import Step
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(30))]
 SIZES = {
@@ -23,16 +30,23 @@ SIZES = {
 }  # fmt: skip
 
 
-def save_tokenizer(folder: Path) -> None:
+TEMPLATE = "{% for m in messages %}{{ 'w0' if m.role == 'user' else 'w2' }} {{ m.content }} {% endfor %}w2"
+
+
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", chat_template=template
+    ).save_pretrained(folder)
 
 
 def save_model(model: nn.Module, folder: Path) -> Path:
     for value in model.parameters():
         if value.dim() > 1:
             nn.init.normal_(value, std=value.shape[-1] ** -0.5)
+    with torch.no_grad():
+        model.lm_head.weight[:2] = 0.0  # it writes words only, and to the end
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
@@ -43,23 +57,206 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES)), tmp_path_factory.mktemp("qwen3"))
 
 
-def invoke(*args: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["run", *map(str, args)], terminal_width=200)
+@pytest.fixture(scope="module")
+def chatty(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, and a tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty")
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    save_tokenizer(folder, TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def run_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward was given."""
+    seen: list[int] = []
+    forward = Qwen3MoeForCausalLM.forward
+
+    def counted(self: Qwen3MoeForCausalLM, input_ids: torch.Tensor, **options: object) -> object:
+        seen.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", counted)
+    return seen
+
+
+def invoke(*args: object, said: str | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["run", *map(str, args)], input=said, terminal_width=200)
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
+def stock_text(folder: Path, prompt: str, max_tokens: int) -> str:
+    """What transformers writes behind a prompt."""
+    stock = Qwen3MoeForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    given = tokenizer(prompt, return_tensors="pt")
+    written = stock.generate(**given, max_new_tokens=max_tokens, do_sample=False)
+    return tokenizer.decode(written[0, given.input_ids.shape[1] :], skip_special_tokens=True)
+
+
 def test_writes_what_transformers_writes(model: Path) -> None:
-    stock = Qwen3MoeForCausalLM.from_pretrained(model, experts_implementation="eager").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    prompt = tokenizer("w3 w7 w1", return_tensors="pt")
-    want = tokenizer.decode(
-        stock.generate(**prompt, max_new_tokens=8, do_sample=False)[0, 3:], skip_special_tokens=True
-    )
     code, output = invoke(model, "--prompt", "w3 w7 w1", "--max-tokens", 8)
     assert code == 0, output
-    assert output.startswith(want)
+    assert output.startswith(stock_text(model, "w3 w7 w1", 8))
     assert "moefuse: prefill 3 tokens at" in output
     assert "2 of 2 blocks patched" in output
+    assert "decode step prepared for batch 1, 11 places, in" in output
+    assert re.search(r"first token \d+\.\d\d s after its prompt, \d+\.\d s after the start of the command", output)
+    assert re.search(r"peak memory [\d,]+ MiB resident", output)
+
+
+def test_the_step_is_taken_and_left(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    step = Step.__call__
+
+    def counted(self: Step, tokens: torch.Tensor) -> torch.Tensor:
+        steps.append(len(tokens))
+        return step(self, tokens)
+
+    def refused(message: str, kind: type[Exception]) -> None:
+        def capture(*_: object) -> str:
+            raise kind(message)
+
+        monkeypatch.setattr(hf, "capture", capture)
+
+    line = (model, "--prompt", "w3 w7 w4", "--max-tokens", 5)
+    want = stock_text(model, "w3 w7 w4", 5)
+    monkeypatch.setattr(Step, "__call__", counted)
+    assert invoke(*line)[1].startswith(want)
+    assert steps == [1, 1, 1, 1]
+    del steps[:]
+    code, output = invoke(*line, "--no-capture")
+    assert code == 0
+    assert output.startswith(want)
+    assert "2 of 2 blocks patched, 2 with the layer around them decode step not captured: --no-capture" in output
+    refused("capture: every layer must be good, got a bad one", ValueError)
+    code, output = invoke(*line)
+    assert code == 0
+    assert output.startswith(want)
+    assert "decode step not captured: every layer must be good, got a bad one" in output
+    refused("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be", RuntimeError)
+    code, output = invoke(*line)
+    assert code == 0
+    assert output.startswith(want)
+    assert output.count("not captured: CUDA error: operation not permitted when stream is capturing") == 1
+    assert "CUDA kernel errors" not in output
+    assert not steps
+
+
+def test_several_prompts(model: Path) -> None:
+    prompts = ("w3 w7 w4", "w9", "w5 w6 w7 w8 w9 w10")
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    code, output = invoke(model, *given, "--max-tokens", 6)
+    assert code == 0, output
+    for prompt in prompts:
+        assert f"{prompt} {stock_text(model, prompt, 6)}" in output
+    assert "moefuse: prefill 10 tokens at" in output
+    assert "decode step prepared for batch 3, 12 places, in" in output
+    code, output = invoke(model, *given, "--max-tokens", 6, "--compare", "--against", "eager", "--stats")
+    assert code == 0, output
+    assert "moefuse: prefill 10 tokens at" in output
+    assert "decode 15 tokens at" in output
+    assert "eager decodes uncaptured, in transformers' own loop" in output
+    assert float(output.split("largest logit difference ")[1].split(",")[0]) < 1e-4
+    code, output = invoke(model, "--prompt", "w3", "--prompt", "")
+    assert code == 2
+    assert "it has no tokens; give some text" in output
+
+
+def test_one_turn(chatty: Path) -> None:
+    code, output = invoke(chatty, "--prompt", "w3 w4", "--chat", "--max-tokens", 5)
+    assert code == 0, output
+    assert output.startswith(stock_text(chatty, "w0 w3 w4 w2", 5))
+    assert "prefill 4 tokens at" in output
+
+
+def test_a_conversation(chatty: Path, run_tokens: list[int]) -> None:
+    code, output = invoke(chatty, "--chat", "--max-tokens", 5, said="w3 w4\n\n  \nw9 w8 w7\nw11\n")
+    assert code == 0, output
+    assert "decode step prepared for batch 1, 128 places, in" in output
+    turns = [tokens for tokens in run_tokens if tokens > 1]
+    assert len(turns) == 3
+    seen, behind = "", output
+    for said in ("w3 w4", "w9 w8 w7", "w11"):
+        seen = f"{seen} w0 {said} w2".strip()
+        answer = stock_text(chatty, seen, 5)
+        start, _, behind = behind.removeprefix("> > > ").removeprefix("> ").partition(answer)
+        assert not start.strip("> "), "only what transformers writes stands between two prompts"
+        seen = f"{seen} {answer}"
+    assert turns == [4, 1 + 5, 1 + 3], "of later turns the last token of the answer, and what is new"
+    assert "moefuse: prefill 14 tokens at" in output
+    assert "decode 12 tokens at" in output
+    assert "first token" in output
+
+
+def test_a_conversation_ends_where_it_is_full(chatty: Path, run_tokens: list[int]) -> None:
+    code, output = invoke(chatty, "--chat", "--max-tokens", 200, said="w3 w4\n")
+    assert code == 0, output
+    assert "the conversation ends: its 128 places are full moefuse: prefill 4 tokens at" in output
+    assert "decode 123 tokens at" in output
+    code, output = invoke(chatty, "--chat", "--max-tokens", 7, said="w3 w4\nw5\n" * 70)
+    assert code == 0, output
+    assert output.count("the conversation ends: its 128 places are full") == 1
+    code, output = invoke(chatty, "--chat", "--max-tokens", 2, said=" ".join(["w3"] * 130))
+    assert code == 0, output
+    assert "the conversation ends: its 128 places are full" in output
+    assert "tokens at" not in output
+    assert all(tokens < 128 for tokens in run_tokens)
+
+
+@pytest.mark.parametrize("more", [(), ("--no-capture",)])
+def test_a_conversation_may_be_empty_or_uncaptured(chatty: Path, more: tuple[str, ...]) -> None:
+    code, output = invoke(chatty, "--chat", *more, said="")
+    assert code == 0, output
+    assert "2 of 2 blocks patched" in output
+    assert "tokens at" not in output
+    code, output = invoke(chatty, "--chat", *more, "--max-tokens", 3, said="w3 w4\nw5 w6\n")
+    assert code == 0, output
+    first = stock_text(chatty, "w0 w3 w4 w2", 3)
+    assert stock_text(chatty, f"w0 w3 w4 w2 {first} w0 w5 w6 w2", 3) in output
+
+
+def test_a_bar_for_a_long_prompt(model: Path, run_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "PIECE", 8)
+    line = (model, "--prompt", " ".join(f"w{i % 30}" for i in range(20)), "--max-tokens", 2)
+    code, output = invoke(*line)
+    assert code == 0, output
+    assert "of 20 tokens" not in output, "not where nobody looks"
+    assert run_tokens[0] == 20
+    del run_tokens[:]
+    monkeypatch.setattr(Console, "is_terminal", property(lambda _: True))
+    code, output = invoke(*line)
+    assert code == 0, output
+    assert run_tokens[:3] == [8, 8, 4]
+    assert "prompt: 20 of 20 tokens" in output
+    code, output = invoke(*line, "--no-capture")
+    assert code == 0, output
+    assert "of 20 tokens" not in output
+
+
+def test_threads_are_those_of_torch_and_of_our_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, ours = torch.get_num_threads(), set[int]()
+
+    def threads() -> int:
+        ours.add(torch.get_num_threads())
+        return torch.get_num_threads()
+
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(before)
+            ours.clear()
+            monkeypatch.setattr(_native, "threads", threads)
+            code, output = invoke(model, "--prompt", "w3 w4", "--max-tokens", 3, "--threads", count)
+            assert code == 0, output
+            assert torch.get_num_threads() == count
+            assert count in ours
+            assert ours <= {count, 1}  # layers are recognised on one
+    finally:
+        torch.set_num_threads(before)
+    code, output = invoke(model, "--prompt", "w3", "--threads", 0)
+    assert code == 2
+    assert "--threads" in output
 
 
 def test_compare_reports_logits_and_speed(model: Path) -> None:
@@ -201,9 +398,22 @@ def test_dense_model(tmp_path: Path) -> None:
     assert "run it with transformers alone" in output
 
 
-def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_the_collector_waits_for_the_first_import_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _many_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    monkeypatch.delitem(sys.modules, "transformers")
+    try:
+        with _many_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
+
+def test_missing_transformers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -235,3 +445,18 @@ def test_mistaken_options(model: Path, tmp_path: Path) -> None:
     assert code == 2
     assert "nonsense" in output
     assert not torch.distributed.is_initialized()
+
+
+def test_mistakes_about_prompts(model: Path, chatty: Path) -> None:
+    for args, message in (
+        ((model,), "give the text to continue, or --chat for a conversation"),
+        ((model, "--chat"), "no chat template; leave --chat out"),
+        ((chatty, "--chat", "--compare"), "a conversation has no --compare, --stats, --plot or --parallel"),
+        ((chatty, "--chat", "--stats"), "give a --prompt"),
+        ((chatty, "--chat", "--parallel", "tensor"), "give a --prompt"),
+        (("--chat",), "no chat template; leave --chat out"),
+        ((model, "--prompt", "w3", "--max-tokens", 0), "--max-tokens"),
+    ):
+        code, output = invoke(*args, said="w3\n")
+        assert code == 2, output
+        assert message in output

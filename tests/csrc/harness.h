@@ -141,6 +141,19 @@ inline Weight plain_weight(const Buffer& b, int64_t E, int64_t N, int64_t K) {
   return plain_weight(b, E, N, K, N * K, K);
 }
 
+// Dimensions that lie in memory in the order of their strides, in elements; the last is dense.
+inline View view(const Buffer& b, const int64_t (&sizes)[4], const int64_t (&strides)[3], int64_t offset = 0) {
+  int64_t width = bytes_of(b.dtype());
+  View to{static_cast<char*>(b.data()) + offset * width, b.dtype()};
+  for (int i = 0; i < 4; ++i) to.sizes[i] = sizes[i];
+  for (int i = 0; i < 3; ++i) to.strides[i] = strides[i] * width;
+  return to;
+}
+
+inline View view(const Buffer& b, const int64_t (&sizes)[4]) {
+  return view(b, sizes, {sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3]});
+}
+
 inline Indices indices(std::vector<int32_t>& v) { return {v.data(), static_cast<int64_t>(v.size())}; }
 
 inline std::mt19937 rng(7);

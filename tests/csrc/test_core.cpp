@@ -221,6 +221,37 @@ void test_grouped(Dtype d, int64_t T, int64_t top_k, int64_t E, int64_t N, int64
   close(*got_outer, outer, "grouped_outer");
 }
 
+// Two weights side by side, the second with a bias, and the first alone with bias and residual.
+void test_linear(Dtype d, int64_t T, int64_t N, int64_t K) {
+  int64_t second = N / 2 + 1, width = N + second;
+  auto x = random_buffer(d, T * K), bias = random_buffer(d, N), residual = random_buffer(d, T * N);
+  auto weight = random_buffer(d, width * K, 1 / std::sqrt(K + 1.0));  // rows of both, one behind the other
+  std::vector<double> both(static_cast<size_t>(T * width)), alone(static_cast<size_t>(T * N));
+  for (int64_t i = 0; i < T * width; ++i) {
+    int64_t t = i / width, n = i % width;
+    double sum = 0;
+    for (int64_t k = 0; k < K; ++k) sum += (*x)[t * K + k] * (*weight)[n * K + k];
+    both[static_cast<size_t>(i)] = sum + (n < N ? 0 : (*bias)[n - N]);
+    if (n < N) alone[static_cast<size_t>(t * N + n)] = sum + (*bias)[n] + (*residual)[t * N + n];
+  }
+  Projections two{};
+  two.weight = plain_weight(*weight, 1, N, K);
+  two.third = plain_weight(*weight, 1, second, K);
+  two.third.data = static_cast<const char*>(weight->data()) + N * K * bytes_of(d);
+  two.third_bias = bias->tensor();
+  auto got = same_bits(d, T * width, [&](Buffer& to, int threads) {
+    linear(x->tensor(K), two, {}, to.output(width), threads);
+  });
+  close(*got, both, "linear, two weights");
+  Projections one{};
+  one.weight = two.weight;
+  one.bias = bias->tensor();
+  got = same_bits(d, T * N, [&](Buffer& to, int threads) {
+    linear(x->tensor(K), one, residual->tensor(N), to.output(N), threads);
+  });
+  close(*got, alone, "linear, residual");
+}
+
 // The seven gradients of experts with silu, sentinels and duplicates among the ids, against loops in double.
 void test_experts_backward(Dtype d, int64_t T, int64_t E, int64_t H, int64_t I, int64_t top_k, bool interleaved) {
   context = kernels().name + std::string(" experts_backward");
@@ -426,6 +457,89 @@ void test_combine_in_place() {
   }
 }
 
+// Heads of q, k and v in one row of a token, and a cache [B, L, Hk, D] whose places come before its heads.
+void test_rope(Dtype d, int64_t B, int64_t S, int64_t Hq, int64_t Hk, int64_t D, int64_t half, int64_t position) {
+  context = kernels().name + std::string(" rope at ") + std::to_string(position);
+  int64_t L = 5, heads = Hq + 2 * Hk;
+  auto x = random_buffer(d, B * S * heads * D), norm = random_buffer(d, D), start = random_buffer(d, B * L * Hk * D);
+  auto cos = random_buffer(Dtype::f32, S * half), sin = random_buffer(d, B * S * half);
+  auto turned = [&](int64_t b, int64_t s, int64_t h, int64_t i, bool normed) {
+    int64_t row = ((b * S + s) * heads + h) * D;
+    double squares = 0;
+    for (int64_t j = 0; j < D; ++j) squares += (*x)[row + j] * (*x)[row + j];
+    auto at = [&](int64_t j) { return (*x)[row + j] * (normed ? (*norm)[j] / std::sqrt(squares / D + 1e-5) : 1); };
+    if (i >= 2 * half) return at(i);
+    double c = (*cos)[s * half + i % half], sine = (*sin)[(b * S + s) * half + i % half];
+    return i < half ? at(i) * c - at(i + half) * sine : at(i) * c + at(i - half) * sine;
+  };
+  std::vector<double> want_q, want_keys, want_values;
+  for (int64_t i = 0; i < B * S * Hq * D; ++i) {
+    want_q.push_back(turned(i / (S * Hq * D), i / (Hq * D) % S, i / D % Hq, i % D, true));
+  }
+  for (int64_t i = 0; i < B * L * Hk * D; ++i) {
+    int64_t b = i / (L * Hk * D), s = i / (Hk * D) % L - position, h = i / D % Hk;
+    bool written = s >= 0 && s < S;
+    want_keys.push_back(written ? turned(b, s, Hq + h, i % D, false) : (*start)[i]);
+    want_values.push_back(written ? (*x)[((b * S + s) * heads + Hq + Hk + h) * D + i % D] : (*start)[i]);
+  }
+  for (int threads : {1, 3}) {
+    Buffer q(d, B * S * Hq * D), keys(d, B * L * Hk * D), values(d, B * L * Hk * D);
+    for (const Buffer* t : {&keys, &values}) {
+      std::memcpy(t->data(), start->data(), static_cast<size_t>(t->count() * bytes_of(d)));
+    }
+    auto of = [&](int64_t count, int64_t first) {
+      return view(*x, {B, S, count, D}, {S * heads * D, heads * D, D}, first * D);
+    };
+    auto cache_of = [&](const Buffer& t) { return view(t, {B, Hk, L, D}, {L * Hk * D, D, Hk * D}); };
+    Rotary rotary{view(*cos, {1, 1, S, half}), view(*sin, {1, B, S, half}), norm->tensor(D), {}, 1e-5f};
+    rope(of(Hq, 0), of(Hk, Hq), of(Hk, Hq + Hk), rotary, {cache_of(keys), cache_of(values), {&position, true}},
+         view(q, {B, S, Hq, D}), {}, threads);
+    close(q, want_q, "q");
+    close(keys, want_keys, "keys");
+    close(values, want_values, "values");
+  }
+}
+
+// Every third place is masked, and what is not seen is no number.
+void test_attend(Dtype d, int64_t B, int64_t Hq, int64_t Hk, int64_t D, int64_t Dv, int64_t L, int64_t position,
+                 int64_t window) {
+  context = kernels().name + std::string(" attend at ") + std::to_string(position);
+  auto q = random_buffer(d, B * Hq * D), keys = random_buffer(d, B * L * Hk * D), sinks = random_buffer(d, Hq);
+  auto values = random_buffer(d, B * L * Hk * Dv);
+  std::vector<uint8_t> mask;
+  std::vector<double> want;
+  auto seen = [&](int64_t b, int64_t j) {
+    return mask[static_cast<size_t>(b * L + j)] != 0 && j <= position && (window == 0 || j > position - window);
+  };
+  for (int64_t i = 0; i < B * L; ++i) {
+    mask.push_back(i % 3 != 0);
+    for (int64_t j = 0; j < Hk * D && !seen(i / L, i % L); ++j) keys->set(i * Hk * D + j, NAN);
+    for (int64_t j = 0; j < Hk * Dv && !seen(i / L, i % L); ++j) values->set(i * Hk * Dv + j, NAN);
+  }
+  for (int64_t row = 0; row < B * Hq; ++row) {
+    int64_t b = row / Hq, h = row % Hq / (Hq / Hk);
+    double total = std::exp((*sinks)[row % Hq]);
+    std::vector<double> sum(static_cast<size_t>(Dv));
+    for (int64_t j = 0; j < L; ++j) {
+      double logit = 0;
+      for (int64_t i = 0; i < D; ++i) logit += (*q)[row * D + i] * (*keys)[((b * L + j) * Hk + h) * D + i];
+      if (!seen(b, j)) continue;
+      total += std::exp(0.1f * logit);
+      for (int64_t i = 0; i < Dv; ++i) {
+        sum[static_cast<size_t>(i)] += std::exp(0.1f * logit) * (*values)[((b * L + j) * Hk + h) * Dv + i];
+      }
+    }
+    for (double value : sum) want.push_back(value / total);
+  }
+  Cache cache{view(*keys, {B, Hk, L, D}, {L * Hk * D, D, Hk * D}),
+              view(*values, {B, Hk, L, Dv}, {L * Hk * Dv, Dv, Hk * Dv}),
+              {&position, true}};
+  auto got = same_bits(d, B * Hq * Dv, [&](Buffer& to, int threads) {
+    attend(view(*q, {1, B, Hq, D}), cache, {mask.data(), L}, sinks->tensor(), 0.1f, window, to.output(Dv), threads);
+  });
+  close(*got, want, "attend");
+}
+
 // One product large enough for several threads, compared with its own bits.
 class Repeated {
  public:
@@ -605,10 +719,22 @@ int main() {
         test_grouped(d, 50, 2, 1, 300, 70, form & 1, form & 2);
         test_grouped(d, 0, 2, 3, 4, 5, form & 1, form & 2);
       }
+      context = isa + " linear";
+      test_linear(d, 1, 300, 70);
+      test_linear(d, 5, 33, 45);
+      test_linear(d, 130, 200, 260);
       test_experts_backward(d, 7, 4, 33, 21, 2, false);
       test_experts_backward(d, 60, 2, 40, 37, 4, true);
       test_experts_backward(d, 3, 2, 300, 270, 1, false);
       test_experts_backward(d, 0, 3, 8, 8, 2, true);
+      for (int64_t position : {-9, -1, 0, 3, 5}) test_rope(d, 2, 3, 3, 2, 70, 33, position);
+      test_rope(d, 4, 40, 8, 2, 128, 64, 1);
+      test_rope(d, 0, 1, 1, 1, 2, 1, 0);
+      for (int64_t position : {-1, 0, 1, 600, 640}) test_attend(d, 2, 6, 2, 70, 45, 610, position, 0);
+      test_attend(d, 1, 70, 1, 16, 8, 700, 650, 300);
+      test_attend(d, 3, 2, 2, 256, 128, 9, 7, 4);
+      test_attend(d, 0, 2, 1, 8, 8, 4, 2, 0);
+      test_attend(d, 1, 2, 1, 8, 8, 0, 2, 0);
     }
     test_concurrent_callers_and_fork();
     std::printf("%s: %s\n", isa.c_str(), failures == 0 ? "ok" : "failed");

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moefuse import QuantTensor, quantize
+from moefuse.quant.encode import ENCODE
+from moefuse.quant.formats import FORMATS
 from moefuse.quant.gguf import write
 from moefuse.testing.random_blocks import random_blocks
 
@@ -220,6 +223,14 @@ def deepseek2_layer(config: Any, name: str, value: Tensor) -> Parts:
         yield "exp_probs_b.bias", value
     else:
         yield from plain_layer(config, name, value)
+
+
+def deepseek2_whole_layer(config: Any, name: str, value: Tensor) -> Parts:
+    """With keys and values of compressed attention in one matrix, as files were before 2025-04."""
+    if name == "self_attn.kv_b_proj.weight":
+        yield "attn_kv_b.weight", value
+    else:
+        yield from deepseek2_layer(config, name, value)
 
 
 def deepseek2_keys(config: Any) -> dict[str, Any]:
@@ -463,6 +474,12 @@ KINDS: dict[str, Kind] = {
         },
         deepseek2_keys, deepseek2_layer, _Q8 | {"attn_v_b": "Q8_0"},
     ),
+    "deepseek2 with keys and values in one matrix": Kind(
+        "deepseek2", "DeepseekV3", _COMPRESSED | {
+            "q_lora_rank": None, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+        },
+        deepseek2_keys, deepseek2_whole_layer, _Q8,
+    ),
     "gemma4": Kind(
         "gemma4", "Gemma4",
         {
@@ -516,31 +533,41 @@ def numbers_of(kind: Kind, model: Any) -> dict[str, Tensor]:
     return {name: value.detach().contiguous() for name, value in found.items()} | kind.extra
 
 
-def stored(kind: Kind, name: str, value: Tensor) -> Tensor | QuantTensor:
-    """A tensor in the format that this kind of file has for it."""
+def dense_format(name: str, columns: int) -> str | None:
+    """The format of a matrix in a file that has all of them in blocks: any that its rows fit, by its name."""
+    fitting = [form.name for form in FORMATS.values() if columns % form.values == 0]
+    if not fitting or "ffn_gate_inp" in name:
+        return None
+    return fitting[zlib.crc32(name.replace("ffn_up", "ffn_gate").encode()) % len(fitting)]
+
+
+def stored(kind: Kind, name: str, value: Tensor, in_blocks: bool = False) -> Tensor | QuantTensor:
+    """A tensor in the format that this kind of file has for it; ``in_blocks``: in blocks, if it can be."""
     form = kind.formats.get(name.split(".")[2 if name.startswith("blk.") else 0])
+    if in_blocks and value.dim() > 1 and "_exps" not in name:
+        form = dense_format(name, value.shape[-1])
     if form is None or value.dim() < 2:
         return value.clone()
     if form == "F16":
         return value.half()
-    if form == "MXFP4":  # which has no encoder
+    if form not in ENCODE:
         rng = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
         return random_blocks(form, tuple(value.shape), rng, float(value.square().mean().sqrt()))
     return quantize(value, form)
 
 
 @torch.no_grad()
-def make(kind: Kind, path: Path, mute: list[int] | None = None) -> PreTrainedModel:
+def make(kind: Kind, path: Path, mute: list[int] | None = None, in_blocks: bool = False) -> PreTrainedModel:
     """Write a file of a fresh model, and return the model with the numbers that the file holds.
 
-    Tokens in ``mute`` get logits of zero, which are never the largest.
+    Tokens in ``mute`` get logits of zero, which are never the largest. ``in_blocks``: every matrix is in blocks.
     """
     model = kind.tiny()
     if mute is not None:
         model.lm_head.weight[mute] = 0
     metadata = {"general.architecture": kind.architecture} | tokenizer_keys()
     metadata |= {f"{kind.architecture}.{key}": value for key, value in kind.keys(model.config).items()}
-    tensors = {name: stored(kind, name, value) for name, value in numbers_of(kind, model).items()}
+    tensors = {name: stored(kind, name, value, in_blocks) for name, value in numbers_of(kind, model).items()}
     write(path, metadata, tensors)
     # Where each element went is found by sending the elements' numbers the same way.
     for name, value in model.state_dict().items():

@@ -13,5 +13,5 @@ def test_runs_and_agrees() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| moefuse")]
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert "wrong" not in done.stdout

@@ -2,9 +2,12 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf_files import KINDS, make, numbers_of, stored, tokenizer, tokenizer_keys
@@ -53,6 +56,28 @@ def test_writes_what_transformers_writes(tmp_path: Path, name: str) -> None:
         assert "moefuse: prefill" in output
         assert "2 of 2 blocks patched" in output
         return output.startswith(want)
+
+    # A router may stand between two experts by less than float32 tells apart; then two other files must not.
+    assert same() or all(same() for _ in range(2))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_architecture_decodes_in_a_step_that_is_prepared(tmp_path: Path, name: str) -> None:
+    """Two prompts of different lengths, as transformers' own loop continues them."""
+    line = (tmp_path / "model.gguf", "--prompt", PROMPT, "--prompt", "it was", "--max-tokens", 5)
+
+    def same() -> bool:
+        make(KINDS[name], tmp_path / "model.gguf")
+        (code, got), (stock_code, want) = (
+            invoke(*line, "--dtype", "fp32", "--exact", *more) for more in ((), ("--no-capture",))
+        )
+        assert code == stock_code == 0, got + want
+        assert "decode step not captured: --no-capture" in want
+        if name == "qwen35moe":
+            assert "decode step not captured: every layer of the model must keep keys and values, got linear_" in got
+        else:
+            assert "decode step prepared for batch 2, " in got
+        return got.partition("moefuse: prefill")[0] == want.partition("moefuse: prefill")[0]
 
     # A router may stand between two experts by less than float32 tells apart; then two other files must not.
     assert same() or all(same() for _ in range(2))
@@ -107,19 +132,62 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "fetch it again" in refusal(cut)
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("blk.1.ffn_down_exps.weight", "mlp.experts (blk.1.ffn_gate_exps.weight, blk.1.ffn_up_exps.weight, blk.1"),
+        ("blk.1.attn_output.weight", "self_attn.o_proj (blk.1.attn_output.weight)"),
+    ],
+)
 @pytest.mark.parametrize("more", [(), ("--compare", "--against", "eager")])
-def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_damaged_weights_in_a_good_file(tmp_path: Path, more: tuple[str, ...], name: str, where: str) -> None:
     path = tmp_path / "model.gguf"
-    make(KINDS["olmoe"], path)
+    make(replace(KINDS["olmoe"], formats=KINDS["olmoe"].formats | {"attn_output": "Q8_0"}), path)
     file = read(path)
-    stack = file["blk.1.ffn_down_exps.weight"]
-    stack.blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
+    file[name].blocks.view(-1, 34)[:, :2] = 255  # a scale that is no number
     write(path, file.metadata, dict(file))
     code, output = invoke(path, "--prompt", PROMPT, "--max-tokens", 4, "--dtype", "fp32", *more)
     assert code == 1, output
-    assert "moefuse: the logits are not finite: it began in model.layers.1.mlp.experts;" in output
+    assert f"moefuse: the logits are not finite: it began in model.layers.1.{where}" in output
     assert "at 0.0/s" not in output
     assert "nan" not in output
+
+
+def test_files_in_several_parts_and_strange_places(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.gguf"
+    make(replace(KINDS["olmoe"], formats=KINDS["olmoe"].formats | {"attn_v": "F16"}), whole, in_blocks=True)
+    file = read(whole)
+    tensors = list(file.items())
+    first, second = (tmp_path / f"m-0000{part}-of-00003.gguf" for part in (1, 2))
+    for dataset in ("text", "texts"):  # with one of them the header's length is odd, and so are the addresses
+        for part, alignment in enumerate((1, 8, 4096)):
+            keys = (file.metadata if part == 0 else {"general.architecture": "olmoe"}) | {
+                "split.count": 3, "split.no": part, "general.alignment": alignment,
+                "quantize.imatrix.dataset": dataset, "quantize.imatrix.entries_count": 192,
+            }  # fmt: skip
+            write(tmp_path / f"m-{part + 1:05}-of-00003.gguf", keys, dict(tensors[part::3]))
+        if any(info.offset % 2 for info in read(first).infos.values()):
+            break
+    assert any(info.offset % 2 for info in read(first).infos.values())
+    tokens = torch.arange(9)[None]
+    models = [moefuse.hf.from_gguf(path, dtype="fp32", exact=True, progress=False)[0] for path in (whole, first)]
+    with torch.no_grad():
+        want, got = (model(input_ids=tokens).logits for model in models)
+    assert torch.equal(got, want)
+    assert "must be the first of its 3 files" in refusal(second)
+    second.unlink()
+    assert "fetch it, too" in refusal(first)
+
+
+def test_big_endian(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "olmoe", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("w", np.ones((2, 3), np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    output = refusal(path)
+    assert "must be little-endian, got a big-endian file: gguf-convert-endian" in output
+    assert "damaged" not in output
 
 
 def test_paths(tmp_path: Path) -> None:

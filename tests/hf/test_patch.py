@@ -1,7 +1,6 @@
 """patch: whole MoE layers, everything else as it was."""
 
 import copy
-import importlib
 import io
 
 import pytest
@@ -11,23 +10,22 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import moefuse.hf
-from moefuse.hf import patch, unpatch
+from moefuse.hf import moe_module, patch, unpatch
 from moefuse.nn.recognize import mlp_of, rule_of
 from moefuse.testing.compare import difference
-
-patch_module = importlib.import_module("moefuse.hf.patch")  # the package's attribute of that name is the function
 
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each call of a whole layer."""
     calls: list[str] = []
+    run = moe_module.run
 
     def counted(*args: object, **kwargs: object) -> object:
-        calls.append("moe")
-        return moefuse.moe(*args, **kwargs)
+        calls.append("run")
+        return run(*args, **kwargs)
 
-    monkeypatch.setattr(patch_module, "moe", counted)
+    monkeypatch.setattr(moe_module, "run", counted)
     return calls
 
 
@@ -39,7 +37,7 @@ def test_report_counts_and_explains(fused_calls: list[str]) -> None:
     model = tiny_model("qwen2_moe")
     report = patch(model)
     assert report.patched == ("model.layers.0.mlp", "model.layers.1.mlp")
-    assert str(report) == "2 of 2 blocks patched"
+    assert str(report) == "2 of 2 blocks patched, 2 with the layer around them"
     with torch.no_grad():
         model(input_ids=tokens())
     assert len(fused_calls) == 2
@@ -86,13 +84,13 @@ def test_twice_is_once_and_unpatch_restores() -> None:
 
 def test_layers_alike_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[nn.Module] = []
-    real = patch_module.rule_of
+    real = moe_module.rule_of
 
     def counted(layer: nn.Module, *args: object) -> object:
         looked.append(layer)
         return real(layer, *args)
 
-    monkeypatch.setattr(patch_module, "rule_of", counted)
+    monkeypatch.setattr(moe_module, "rule_of", counted)
     assert len(patch(tiny_model("qwen2_moe")).patched) == 2
     assert len(looked) == 1
     report = patch(tiny_model("phimoe"))

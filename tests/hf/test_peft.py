@@ -1,14 +1,17 @@
-"""PEFT's adapters on experts, put in before and after `patch`: what transformers' own experts compute with them."""
+"""PEFT's adapters on experts, put in before and after `patch`, and on linear layers in blocks: what transformers' own
+modules compute with them."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from families import tiny_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from gguf_files import KINDS, make
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from moefuse.hf import patch, unpatch
+from moefuse.hf import dequantize, from_gguf, patch, unpatch
 from moefuse.testing.compare import difference
 
 _UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -98,3 +101,21 @@ def test_adapters_on_what_stands_beside_the_experts() -> None:
     assert grads.keys() == want_grads.keys()
     for name, want in want_grads.items():
         assert difference(grads[name], want.double(), whole=True).worst < 1e-5, name
+
+
+def test_adapters_on_linear_layers_in_blocks(tmp_path: Path) -> None:
+    make(KINDS["olmoe"], tmp_path / "model.gguf", in_blocks=True)
+    ours, theirs = (from_gguf(tmp_path / "model.gguf", dtype="fp32", exact=True, progress=False)[0] for _ in range(2))
+    dequantize(theirs)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ours, theirs = get_peft_model(ours, config), get_peft_model(theirs, config)
+    adapters = get_peft_model_state_dict(ours)
+    assert len(adapters) == 2 * 2 * 2
+    set_peft_model_state_dict(theirs, adapters)
+    assert not set_peft_model_state_dict(ours, adapters).unexpected_keys
+    tokens = torch.randint(0, 320, (2, 6))
+    (logits, grads), (want_logits, want_grads) = step(ours, tokens), step(theirs, tokens)
+    assert difference(logits, want_logits.double()).worst < 1e-5
+    assert grads.keys() == want_grads.keys() == {f"{name[:-7]}.default.weight" for name in adapters}
+    for name, want in want_grads.items():
+        assert difference(grads[name], want.double(), whole=True).worst < 1e-4, name

@@ -297,6 +297,19 @@ def grouped_linear(d: Draw):
     return given, {"gather": gather, "scatter": scatter, "plan": made}, model
 
 
+def linear(d: Draw):
+    given = {"x": d.normal(d.T, d.H), "weight": d.normal(d.I, d.H, scale=d.H**-0.5),
+             "bias": d.maybe(d.I, dtype=d.side()), "residual": d.maybe(d.T, d.I, dtype=d.side())}  # fmt: skip
+
+    def model(x, weight, bias, residual):
+        y = torch.stack([weight @ row for row in x]) if len(x) else x.new_zeros(0, d.I)
+        for added in (bias, residual):
+            y = y if added is None else y + added
+        return (y,)
+
+    return given, {}, model
+
+
 def grouped_outer(d: Draw):
     ids = d.ids()
     gather, scatter = d.luck.random() < 0.5, d.luck.random() < 0.5
@@ -392,7 +405,7 @@ def moe(d: Draw):
     return given, options, model
 
 
-OPS = {f.__name__: f for f in (route, gate, plan, grouped_linear, grouped_outer, glu, combine, experts, moe)}
+OPS = {f.__name__: f for f in (route, gate, plan, grouped_linear, grouped_outer, linear, glu, combine, experts, moe)}
 
 
 def far(got: Tensor, want: Tensor, bound: float) -> str | None:

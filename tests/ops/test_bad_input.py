@@ -47,9 +47,13 @@ def plan(**changes):
     moefuse.plan(**({"ids": ids_of(), "num_experts": E} | changes))
 
 
-def linear(**changes):
+def grouped(**changes):
     given = {"x": rand(T, H), "weight": rand(E, I, H), "plan": PLAN, "gather": True, "scatter": True}
     moefuse.grouped_linear(**(given | changes))
+
+
+def linear(**changes):
+    moefuse.linear(**({"x": rand(T, H), "weight": rand(I, H)} | changes))
 
 
 def outer(**changes):
@@ -77,7 +81,23 @@ def moe(**changes):
     moefuse.moe(**(given | {"routing": Routing(K)} | changes))
 
 
+def rope(**changes):
+    given = {"q": rand(2, T, 4, 6), "k": rand(2, T, 2, 6), "cos": rand(1, T, 2), "sin": rand(1, T, 2)}
+    moefuse.rope(**(given | changes))
+
+
+def write(**changes):
+    """A rope with a cache."""
+    rope(**({"v": rand(2, T, 2, 5), "keys": KEYS, "values": VALUES, "position": torch.tensor([1])} | changes))
+
+
+def attend(**changes):
+    given = {"q": rand(2, 4, 6), "keys": KEYS, "values": VALUES, "position": torch.tensor(3)}
+    moefuse.attend(**(given | changes))
+
+
 glu = moefuse.glu
+KEYS, VALUES = rand(2, 2, 7, 6), rand(2, 2, 7, 5)
 ALL_BACKENDS = ("cpu", "triton", "metal", "reference")
 OUTPUT = torch.full((T, H), 7.0)
 
@@ -196,34 +216,74 @@ ROWS = {
     "plan-list": (lambda: plan(ids=[[0, 1]]), TypeError, ("plan", "ids must be a tensor", "list")),
     "plan-backend": (lambda: plan(backend="gpu"), ValueError, ("plan", "backend", *ALL_BACKENDS, "'gpu'")),
     # grouped_linear
-    "linear-x-rank": (lambda: linear(x=rand(T, K, H)), ValueError, ("grouped_linear", "x must be", "[3, 2, 6]")),
-    "linear-x-rows": (
-        lambda: linear(x=rand(T + 1, H)), ValueError, ("grouped_linear", "x must have 3 or 6 rows", "got 4")),
-    "linear-expert-major-rows": (
-        lambda: linear(gather=False), ValueError, ("grouped_linear", "x must have 6 rows", "got 3")),
-    "linear-weight-rank": (
-        lambda: linear(weight=rand(I, H)), ValueError, ("grouped_linear", "weight must be [E, N, K]", "[5, 6]")),
-    "linear-weight-E": (
-        lambda: linear(weight=rand(E + 1, I, H)), ValueError,
+    "grouped-x-rank": (lambda: grouped(x=rand(T, K, H)), ValueError, ("grouped_linear", "x must be", "[3, 2, 6]")),
+    "grouped-x-rows": (
+        lambda: grouped(x=rand(T + 1, H)), ValueError, ("grouped_linear", "x must have 3 or 6 rows", "got 4")),
+    "grouped-expert-major-rows": (
+        lambda: grouped(gather=False), ValueError, ("grouped_linear", "x must have 6 rows", "got 3")),
+    "grouped-weight-rank": (
+        lambda: grouped(weight=rand(I, H)), ValueError, ("grouped_linear", "weight must be [E, N, K]", "[5, 6]")),
+    "grouped-weight-E": (
+        lambda: grouped(weight=rand(E + 1, I, H)), ValueError,
         ("grouped_linear", "weight must be [E=4, N, K=6]", "E=5")),
-    "linear-weight-K": (
-        lambda: linear(weight=rand(E, H, I)), ValueError, ("grouped_linear", "weight must be [E=4, N, K=6]", "K=5")),
-    "linear-weight-type": (
-        lambda: linear(weight=rand(E, I, H, dtype=BF16)), TypeError,
+    "grouped-weight-K": (
+        lambda: grouped(weight=rand(E, H, I)), ValueError, ("grouped_linear", "weight must be [E=4, N, K=6]", "K=5")),
+    "grouped-weight-type": (
+        lambda: grouped(weight=rand(E, I, H, dtype=BF16)), TypeError,
         ("grouped_linear", "weight must have the type of x", "bfloat16")),
-    "linear-weight-int": (
-        lambda: linear(weight=torch.ones(E, I, H, dtype=torch.int8)), TypeError, ("grouped_linear", "weight", "int8")),
+    "grouped-weight-int": (
+        lambda: grouped(weight=torch.ones(E, I, H, dtype=torch.int8)), TypeError, ("grouped_linear", "weight", "int8")),
+    "grouped-weight-device": (
+        lambda: grouped(weight=meta(E, I, H)), ValueError, ("grouped_linear", "weight must be on cpu", "meta")),
+    "grouped-x-device": (lambda: grouped(x=meta(T, H)), ValueError, ("grouped_linear", "x must be on cpu", "meta")),
+    "grouped-x-int": (lambda: grouped(x=torch.ones(T, H).int()), TypeError, ("grouped_linear", "x must be", "int32")),
+    "grouped-plan": (lambda: grouped(plan=ids_of()), TypeError, ("grouped_linear", "plan must be a Plan", "Tensor")),
+    "grouped-bias": (
+        lambda: grouped(bias=rand(E, H)), ValueError, ("grouped_linear", "bias must be [E=4, N=5]", "N=6")),
+    "grouped-bias-rank": (lambda: grouped(bias=rand(I)), ValueError, ("grouped_linear", "bias must be [E, N]", "[5]")),
+    "grouped-bias-float64": (
+        lambda: grouped(bias=rand(E, I, dtype=F64)), TypeError,
+        ("grouped_linear", "float64 must not be mixed", "bias")),
+    "grouped-sparse": (
+        lambda: grouped(weight=rand(E, I, H).to_sparse()), TypeError, ("grouped_linear", "weight", "dense")),
+    # linear
+    "linear-x-rank": (lambda: linear(x=rand(H)), ValueError, ("linear", "x must be [T, K]", "[6]")),
+    "linear-x-int": (lambda: linear(x=torch.ones(T, H).int()), TypeError, ("linear", "x must be", "int32")),
+    "linear-weight-rank": (
+        lambda: linear(weight=rand(E, I, H)), ValueError, ("linear", "weight must be [N, K]", "[4, 5, 6]")),
+    "linear-weight-K": (lambda: linear(weight=rand(H, I)), ValueError, ("linear", "weight must be [N, K=6]", "K=5")),
+    "linear-weight-type": (
+        lambda: linear(weight=rand(I, H, dtype=BF16)), TypeError,
+        ("linear", "weight must have the type of x", "bfloat16")),
     "linear-weight-device": (
-        lambda: linear(weight=meta(E, I, H)), ValueError, ("grouped_linear", "weight must be on cpu", "meta")),
-    "linear-x-device": (lambda: linear(x=meta(T, H)), ValueError, ("grouped_linear", "x must be on cpu", "meta")),
-    "linear-x-int": (lambda: linear(x=torch.ones(T, H).int()), TypeError, ("grouped_linear", "x must be", "int32")),
-    "linear-plan": (lambda: linear(plan=ids_of()), TypeError, ("grouped_linear", "plan must be a Plan", "Tensor")),
-    "linear-bias": (lambda: linear(bias=rand(E, H)), ValueError, ("grouped_linear", "bias must be [E=4, N=5]", "N=6")),
-    "linear-bias-rank": (lambda: linear(bias=rand(I)), ValueError, ("grouped_linear", "bias must be [E, N]", "[5]")),
+        lambda: linear(weight=meta(I, H)), ValueError, ("linear", "weight must be on cpu", "meta")),
+    "linear-weight-list": (
+        lambda: linear(weight=[rand(I, H)]), TypeError, ("linear", "weight must be a tensor", "list")),
+    "linear-no-weight": (lambda: linear(weight=()), ValueError, ("linear", "a tuple of one to 4", "got 0")),
+    "linear-five-weights": (
+        lambda: linear(weight=(rand(I, H),) * 5), ValueError, ("linear", "a tuple of one to 4", "got 5")),
+    "linear-second-weight": (
+        lambda: linear(weight=(rand(I, H), rand(I, I))), ValueError, ("linear", "weight[1] must be [N, K=6]", "K=5")),
+    "linear-bias": (lambda: linear(bias=rand(H)), ValueError, ("linear", "bias must be [N=5]", "N=6")),
+    "linear-bias-tuple": (lambda: linear(bias=(rand(I),)), TypeError, ("linear", "bias must be a tensor", "tuple")),
+    "linear-bias-not-tuple": (
+        lambda: linear(weight=(rand(I, H),), bias=rand(I)), TypeError, ("linear", "bias must be a tuple", "Tensor")),
+    "linear-biases": (
+        lambda: linear(weight=(rand(I, H),) * 2, bias=(None,)), ValueError,
+        ("linear", "an entry for each of 2 weights", "got 1")),
+    "linear-second-bias": (
+        lambda: linear(weight=(rand(I, H),) * 2, bias=(None, rand(H))), ValueError,
+        ("linear", "bias[1] must be [N=5]", "N=6")),
     "linear-bias-float64": (
-        lambda: linear(bias=rand(E, I, dtype=F64)), TypeError, ("grouped_linear", "float64 must not be mixed", "bias")),
-    "linear-sparse": (
-        lambda: linear(weight=rand(E, I, H).to_sparse()), TypeError, ("grouped_linear", "weight", "dense")),
+        lambda: linear(bias=rand(I, dtype=F64)), TypeError, ("linear", "float64 must not be mixed", "bias")),
+    "linear-residual": (
+        lambda: linear(residual=rand(T, H)), ValueError, ("linear", "residual must be [T=3, N=5]", "N=6")),
+    "linear-residual-rows": (
+        lambda: linear(residual=rand(1, I)), ValueError, ("linear", "residual must be [T=3, N=5]", "T=1")),
+    "linear-residual-of-two": (
+        lambda: linear(weight=(rand(I, H),) * 2, residual=rand(T, I)), ValueError,
+        ("linear", "residual must come with one weight", "got 2")),
+    "linear-backend": (lambda: linear(backend="gpu"), ValueError, ("linear", "backend", *ALL_BACKENDS, "'gpu'")),
     # grouped_outer
     "outer-grad-rows": (lambda: outer(grad=rand(T, I)), ValueError, ("grouped_outer", "grad must be [S=6, N]", "S=3")),
     "outer-x-rows": (
@@ -437,6 +497,78 @@ ROWS = {
     "moe-residual": (lambda: moe(residual=rand(T, I)), ValueError, ("residual must be [T=3, H=6]", "H=5")),
     "moe-out-grad": (lambda: moe(down=rand(E, H, I).requires_grad_(), out=OUTPUT), ValueError, ("no gradients",)),
     "moe-backend": (lambda: moe(backend="tpu"), ValueError, ("backend", *ALL_BACKENDS, "'tpu'")),
+    # rope
+    "rope-q-rank": (lambda: rope(q=rand(T, 4, 6)), ValueError, ("rope", "q must be [B, S, Hq, D]", "[3, 4, 6]")),
+    "rope-q-int": (lambda: rope(q=ids_of()), TypeError, ("rope", "q must be", "int32")),
+    "rope-k-D": (lambda: rope(k=rand(2, T, 2, 5)), ValueError, ("rope", "k must be [B=2, S=3, Hk, D=6]", "D=5")),
+    "rope-k-S": (lambda: rope(k=rand(2, 1, 2, 6)), ValueError, ("rope", "k must be", "S=1")),
+    "rope-k-type": (
+        lambda: rope(k=rand(2, T, 2, 6, dtype=BF16)), TypeError, ("rope", "k must have the type of q", "bfloat16")),
+    "rope-k-device": (lambda: rope(k=meta(2, T, 2, 6)), ValueError, ("rope", "k must be on cpu", "meta")),
+    "rope-cos-B": (lambda: rope(cos=rand(3, T, 2)), ValueError, ("rope", "cos must be [B or 1, S, R/2]", "[3, 3, 2]")),
+    "rope-cos-S": (lambda: rope(cos=rand(1, 1, 2)), ValueError, ("rope", "cos must be", "S=1")),
+    "rope-cos-wide": (lambda: rope(cos=rand(1, T, 4)), ValueError, ("rope", "R from 2 to D=6", "R/2=4")),
+    "rope-cos-none": (lambda: rope(cos=rand(1, T, 0)), ValueError, ("rope", "R from 2 to D=6", "R/2=0")),
+    "rope-sin-like-cos": (lambda: rope(sin=rand(2, T, 2)), ValueError, ("rope", "sin must be", "B or 1=2")),
+    "rope-sin-list": (lambda: rope(sin=[1.0]), TypeError, ("rope", "sin must be a tensor", "list")),
+    "rope-q_norm": (lambda: rope(q_norm=rand(5)), ValueError, ("rope", "q_norm must be [D=6]", "D=5")),
+    "rope-k_norm": (lambda: rope(k_norm=rand(4, 6)), ValueError, ("rope", "k_norm must be [D]", "[4, 6]")),
+    "rope-eps": (lambda: rope(eps=-1.0), ValueError, ("rope", "eps must be finite", "-1.0")),
+    "rope-float64-mixed": (
+        lambda: rope(cos=rand(1, T, 2, dtype=F64)), TypeError, ("rope", "float64 must not be mixed", "cos")),
+    "rope-backend": (lambda: rope(backend="gpu"), ValueError, ("rope", "backend", *ALL_BACKENDS, "'gpu'")),
+    "rope-grad": (lambda: rope(q=rand(2, T, 4, 6).requires_grad_()), RuntimeError, ("rope", "no gradients")),
+    "rope-keys-alone": (lambda: rope(keys=KEYS), ValueError, ("rope", "come together", "got no v")),
+    "rope-no-v": (lambda: write(v=None), ValueError, ("rope", "come together", "got no v")),
+    "rope-no-values": (lambda: write(values=None), ValueError, ("rope", "come together", "got no values")),
+    "rope-no-position": (lambda: write(position=None), ValueError, ("rope", "come together", "got no position")),
+    "rope-v-Hk": (lambda: write(v=rand(2, T, 4, 5)), ValueError, ("rope", "v must be [B=2, S=3, Hk=2, Dv]", "Hk=4")),
+    "rope-v-type": (lambda: write(v=rand(2, T, 2, 5, dtype=F16)), TypeError, ("rope", "v must have the type of q")),
+    "rope-keys-D": (lambda: write(keys=rand(2, 2, 7, 5)), ValueError, ("rope", "keys must be", "D=5")),
+    "rope-keys-B": (lambda: write(keys=rand(1, 2, 7, 6)), ValueError, ("rope", "keys must be", "B=1")),
+    "rope-keys-type": (
+        lambda: write(keys=KEYS.bfloat16()), TypeError, ("rope", "keys must have the type of q", "bfloat16")),
+    "rope-keys-strides": (
+        lambda: write(keys=rand(2, 2, 6, 7).transpose(2, 3)), ValueError, ("rope", "keys must be dense in the last")),
+    "rope-keys-negated": (
+        lambda: write(keys=torch._neg_view(KEYS.clone())), ValueError, ("rope", "keys must hold its numbers as they")),
+    "rope-keys-expanded": (
+        lambda: write(keys=rand(1, 2, 7, 6).expand(2, 2, 7, 6)), ValueError, ("rope", "keys must hold each element")),
+    "rope-keys-overlap": (
+        lambda: write(k=KEYS.transpose(1, 2)[:, :T]), ValueError, ("rope", "keys must not overlap k")),
+    "rope-values-Dv": (lambda: write(values=KEYS), ValueError, ("rope", "values must be", "Dv=6")),
+    "rope-values-L": (lambda: write(values=rand(2, 2, 8, 5)), ValueError, ("rope", "values must be", "L=8")),
+    "rope-values-device": (lambda: write(values=meta(2, 2, 7, 5)), ValueError, ("rope", "values must be on", "meta")),
+    "rope-position-int": (lambda: write(position=1), TypeError, ("rope", "position must be a tensor", "int")),
+    "rope-position-float": (lambda: write(position=rand(1)), TypeError, ("rope", "position must be int32, int64")),
+    "rope-position-two": (
+        lambda: write(position=torch.arange(2)), ValueError, ("rope", "position must have one element", "[2]")),
+    "rope-position-device": (
+        lambda: write(position=meta(1, dtype=torch.int64)), ValueError, ("rope", "position must be on cpu", "meta")),
+    # attend
+    "attend-q-rank": (lambda: attend(q=rand(2, 1, 4, 6)), ValueError, ("attend", "q must be [B, Hq, D]", "[2, 1,")),
+    "attend-q-D-0": (lambda: attend(q=rand(2, 4, 0)), ValueError, ("attend", "D of at least 1", "[2, 4, 0]")),
+    "attend-keys-D": (lambda: attend(keys=VALUES), ValueError, ("attend", "keys must be [B=2, Hk, L, D=6]", "D=5")),
+    "attend-keys-type": (lambda: attend(keys=KEYS.half()), TypeError, ("attend", "keys must have the type of q")),
+    "attend-values-L": (lambda: attend(values=rand(2, 2, 6, 5)), ValueError, ("attend", "values must be", "L=6")),
+    "attend-values-type": (lambda: attend(values=VALUES.double()), TypeError, ("attend", "values must have the type")),
+    "attend-heads": (lambda: attend(q=rand(2, 5, 6)), ValueError, ("attend", "multiple", "Hq=5", "Hk=2")),
+    "attend-no-heads": (
+        lambda: attend(keys=KEYS[:, :0], values=VALUES[:, :0]), ValueError, ("attend", "multiple", "Hk=0")),
+    "attend-position-int": (lambda: attend(position=1), TypeError, ("attend", "position must be a tensor", "int")),
+    "attend-position-two": (
+        lambda: attend(position=torch.zeros(2, 1).int()), ValueError, ("attend", "one element", "[2, 1]")),
+    "attend-mask-float": (lambda: attend(mask=rand(2, 7)), TypeError, ("attend", "mask must be bool", "float32")),
+    "attend-mask-L": (lambda: attend(mask=rand(2, 6) > 0), ValueError, ("attend", "mask must be [B=2, L=7]", "L=6")),
+    "attend-scale-nan": (lambda: attend(scale=math.nan), ValueError, ("attend", "scale must be finite", "nan")),
+    "attend-scale-str": (lambda: attend(scale="1"), TypeError, ("attend", "scale must be a number", "str")),
+    "attend-window-0": (lambda: attend(window=0), ValueError, ("attend", "window must be at least 1", "got 0")),
+    "attend-window-float": (lambda: attend(window=4.0), TypeError, ("attend", "window must be an int", "float")),
+    "attend-sinks": (lambda: attend(sinks=rand(2)), ValueError, ("attend", "sinks must be [Hq=4]", "Hq=2")),
+    "attend-sinks-float64": (
+        lambda: attend(sinks=rand(4, dtype=F64)), TypeError, ("attend", "float64 must not be mixed", "sinks")),
+    "attend-grad": (lambda: attend(keys=KEYS.clone().requires_grad_()), RuntimeError, ("attend", "no gradients")),
+    "attend-backend": (lambda: attend(backend="gpu"), ValueError, ("attend", "backend", *ALL_BACKENDS, "'gpu'")),
 }  # fmt: skip
 
 
@@ -474,16 +606,16 @@ def test_rejected(name, no_kernel):
 
 def test_the_valid_calls_are_valid():
     """Each row changes one thing in a call that works."""
-    for call in (route, gate, plan, linear, outer, combine, experts, moe):
+    for call in (route, gate, plan, linear, outer, combine, experts, moe, rope, write, attend):
         call()
 
 
 def test_kernels_are_watched(no_kernel):
     """The fixture would notice: a good call reaches it."""
-    for call in (route, gate, plan, linear, outer, combine, experts, moe):
+    for call in (route, gate, plan, linear, outer, combine, experts, moe, rope, write, attend):
         with pytest.raises(AssertionError, match="a kernel ran"):
             call()
-    assert len(no_kernel) == 8
+    assert len(no_kernel) == 11
     no_kernel.clear()
 
 
@@ -529,13 +661,13 @@ def test_a_plan_changed_after_it_was_checked_leads_nowhere():
     """The CPU's kernels look again, for a few nanoseconds a row: a bad index must not become an address."""
     plan = moefuse.plan(ids_of(), E)
     plan.order[2] = 10**9
-    for call in (linear, outer):
+    for call in (grouped, outer):
         with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
             call(plan=plan, backend="cpu")
     plan = moefuse.plan(ids_of(), E)
     plan.offsets[-1] = 10**6
     with pytest.raises(ValueError, match="plan: offsets must rise from 0"):
-        linear(plan=plan, backend="cpu")
+        grouped(plan=plan, backend="cpu")
 
 
 def test_routing_and_activation_are_frozen():

@@ -10,7 +10,7 @@ from moefuse.ops._core import library
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.cases import formats_of
 from moefuse.testing.random_blocks import random_blocks
-from moefuse.types import Outputs, Router, Stacks, Tail, Wanted
+from moefuse.types import Cache, Outputs, Projections, Rotary, Router, Stacks, Tail, Wanted
 
 from . import oracle
 from .oracle import assert_close
@@ -69,6 +69,11 @@ def kept():
     return rand(T, H), rand(T, H), rand(T * K, 2 * I), rand(T, K)
 
 
+def cache():
+    """Seven places of two sequences and two heads."""
+    return Cache(rand(2, 7, 2, 6).transpose(1, 2), rand(2, 2, 7, 5), torch.tensor([2]))
+
+
 ALL = Wanted(*[True] * 7)
 MIXED = Stacks(blocks("Q8_0", E, 64, 32), blocks("Q4_0:exact", E, 64, 32), blocks("Q5_1", E, 32, 64), rand(E, 128))
 NORMED = Router(rand(E, H), rand(H), None, rand(E), rand(E))
@@ -103,6 +108,11 @@ CALLS = {
     "grouped_linear_transposed": lambda: (rand(T * K, I), blocks("Q8_0", E, I, 64), plan(), True, True),
     "grouped_linear_transposed strided": lambda: (
         turned(T * K, I), blocks("Q4_K:exact", 2 * E, I, 256)[::2], plan(), False, False),
+    "linear": lambda: (grad(T, H), Projections(grad(I, H), bias=grad(I)), grad(T, I)),
+    "linear three": lambda: (
+        grad(T, 64), Projections(grad(I, 64), blocks("Q8_0", E, 64), grad(K, 64), second_bias=grad(E)), None),
+    "linear strided": lambda: (
+        tracked_and_turned(T, H), Projections(tracked_and_turned(I, H)), tracked_and_turned(T, I)),
     "grouped_outer": lambda: (rand(T * K, I), rand(T, H), plan(), True, True),
     "grouped_outer strided": lambda: (turned(T * K, I), turned(T * K, H), plan(), False, False),
     "glu": lambda: (grad(T, 2 * I), None, SILU, "halves"),
@@ -150,6 +160,14 @@ CALLS = {
     "tail_backward gate": lambda: (rand(T, H), None, None, Tail(rand(T, H), rand(T))),
     "tail_backward strided": lambda: (
         rand(T, H), turned(T, H), turned(T, H), Tail(turned(T, H), norm_weight=rand(H))),
+    "rope": lambda: (rand(2, T, 4, 6), rand(2, T, 2, 6), None, Rotary(rand(1, T, 2), rand(1, T, 2), rand(6)), None),
+    "rope_out": lambda: (
+        rand(2, T, 4, 6), rand(2, T, 2, 6), rand(2, T, 2, 5), Rotary(rand(2, T, 3), rand(2, T, 3)), cache()),
+    "rope_out strided": lambda: (
+        turned(2, T, 4, 6), rand(2, 2, T, 6).transpose(1, 2), rand(2, T, 9, 5)[:, :, ::5], Rotary(
+            turned(2, T, 3), turned(1, T, 3)), cache()),
+    "attend": lambda: (rand(2, 4, 6), cache(), None, None, 0.5, None),
+    "attend masked": lambda: (turned(2, 4, 6), cache(), rand(2, 7) > 0.5, rand(4), 0.5, 3),
 }  # fmt: skip
 
 
@@ -201,6 +219,17 @@ def make_plan(ids):
     return plan.counts, plan.offsets, plan.order, plan.inverse
 
 
+def written(heads, cos, keys, values, position):
+    """A rope and the cache that it has written to, another than was given.
+
+    Keys and values come apart: of parts of one tensor of dynamic size, both written to, torch's inductor returns the
+    wrong numbers (2.13).
+    """
+    keys, values = keys.clone(), values.clone()
+    q, k, v = heads.split((3, 3, 3), 2)
+    return moefuse.rope(q, k, cos, cos, v=v, keys=keys, values=values, position=position), keys, values
+
+
 NORM, LOGIT_BIAS = rand(H), rand(E)
 DOWN = blocks("Q5_0:exact", E, 32, 64)
 PUBLIC = {
@@ -220,6 +249,16 @@ PUBLIC = {
             x, weight, moefuse.plan(ids, E), gather=True, scatter=False, bias=bias
         ),
         lambda rows: (torch.randn(rows, H), torch.randn(E, I, H), torch.randn(E, I), token_ids(rows)),
+    ),
+    "linear": (
+        lambda x, query, key, bias: (
+            *moefuse.linear(x, (query, key), bias=(None, bias)), moefuse.linear(x, key, residual=x[:, :I])
+        ),
+        lambda rows: (torch.randn(rows, H), torch.randn(E, H), torch.randn(I, H), torch.randn(I)),
+    ),
+    "linear blocks": (
+        lambda x, one, other: moefuse.linear(x, (QuantTensor(one, "Q8_0"), QuantTensor(other, "MXFP4"))),
+        lambda rows: (torch.randn(rows, 64), blocks("Q8_0", E, 64).blocks, blocks("MXFP4", I, 64).blocks),
     ),
     "grouped_outer": (
         lambda d, x, ids: moefuse.grouped_outer(d, x, moefuse.plan(ids, E), gather=True, scatter=True),
@@ -259,8 +298,26 @@ PUBLIC = {
         ),
         lambda rows: (torch.randn(rows, H), torch.randn(E, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)),
     ),
+    "rope": (
+        lambda q, k, cos, sin, norm: moefuse.rope(q, k, cos, sin, q_norm=norm),
+        lambda rows: (torch.randn(2, rows, 4, 6), torch.randn(2, rows, 3, 6), *rand(2, 1, rows, 2), rand(6)),
+    ),
+    "rope_out": (
+        written,
+        lambda rows: (
+            torch.randn(2, rows, 9, 6), rand(1, rows, 3), torch.randn(2, 3, 19, 6), torch.randn(2, 3, 19, 6),
+            torch.tensor(3),
+        ),
+    ),
+    "attend": (
+        lambda q, keys, values, position, mask: moefuse.attend(q, keys, values, position, mask=mask, window=4),
+        lambda rows: (
+            torch.randn(2, 6, 8), torch.randn(2, 3, rows, 8), torch.randn(2, 3, rows, 5), torch.tensor(7),
+            torch.rand(2, rows) < 0.7,
+        ),
+    ),
 }  # fmt: skip
-NO_GRADIENT = {"plan", "grouped_outer"}
+NO_GRADIENT = {"plan", "grouped_outer", "rope", "rope_out", "attend"}
 
 
 def listed(result):

@@ -22,6 +22,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "gate": lambda x: moefuse.gate(x, ROUTER, RULE, norm_weight=torch.ones(H), return_normed=True)[0],
     "glu": lambda x: moefuse.glu(x, "silu"),
     "grouped_linear": lambda x: moefuse.grouped_linear(x, GATE_UP, PLAN, gather=True, scatter=True),
+    "linear": lambda x: torch.cat(moefuse.linear(x, (ROUTER, GATE_UP[0])), 1),
     "combine": lambda x: moefuse.combine(x, WEIGHTS[:2], residual=x[:2]),
     "experts": lambda x: moefuse.experts(x, IDS, WEIGHTS, GATE_UP, DOWN),
     "moe": lambda x: moefuse.moe(x, ROUTER, GATE_UP, DOWN, RULE, residual=x),
@@ -96,7 +97,7 @@ def test_a_call_without_tangents_passes_in_a_forward_level() -> None:
         assert torch.equal(OPS["moe"](x), want)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "grouped_linear"])
+@pytest.mark.parametrize("name", [name for name in OPS if not name.endswith("linear")])
 def test_second_derivatives_are_refused(name: str) -> None:
     inner = torch.func.grad(lambda x: OPS[name](x).square().sum())
     with pytest.raises(RuntimeError, match="second derivatives are not supported"):

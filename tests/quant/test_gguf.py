@@ -195,7 +195,10 @@ DAMAGED = {
     "short": (b"GGUF\3\0\0\0", "must be a GGUF file, got 8 bytes"),
     "magic": (b"GGML" + bytes(28), "must begin with GGUF, got b'GGML'"),
     "version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version must be 2 or 3, got 1"),
-    "big_endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "a big-endian file"),
+    "big_endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+        "must be little-endian, got a big-endian file: gguf-convert-endian",
+    ),
     "many_tensors": (header(counts=(HUGE, 0)), "number of tensors must be at most"),
     "many_keys": (header(counts=(0, HUGE)), "number of keys must be at most"),
     "missing_keys": (header(counts=(0, 3)), "the name of key 0 at byte 24 must lie within the file"),

@@ -159,6 +159,46 @@ float dot(const float* x, const float* y, int64_t n) {
   return total;
 }
 
+void rotate(float* __restrict a, float* __restrict b, const float* cos, const float* sin, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float x = a[i], y = b[i];
+    a[i] = madd(x, cos[i], -(y * sin[i]));
+    b[i] = madd(y, cos[i], x * sin[i]);
+  }
+}
+
+float powers(float scale, float* x, int64_t n, float* total) {
+  constexpr int64_t kWide = 16;
+  float tops[kWide];
+  for (int64_t l = 0; l < kWide; ++l) tops[l] = -__builtin_inff();
+  int64_t i = 0;
+  for (; i + kWide <= n; i += kWide) {
+    for (int64_t l = 0; l < kWide; ++l) {
+      x[i + l] *= scale;
+      tops[l] = at_least(tops[l], x[i + l]);
+    }
+  }
+  for (; i < n; ++i) {
+    x[i] *= scale;
+    tops[0] = at_least(tops[0], x[i]);
+  }
+  float top = tops[0];
+  for (int64_t l = 1; l < kWide; ++l) top = at_least(top, tops[l]);
+  // Nothing but infinities or no numbers have no finite maximum.
+  const float shift = at_least(top, -0x1.fffffep127f);
+  for (int64_t j = 0; j < n; ++j) x[j] = exponential(x[j] - shift);
+  Vec acc[4] = {zero(), zero(), zero(), zero()};
+  i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) acc[j] = add(acc[j], load(x + i + j * kLanes));
+  }
+  float sums[4];
+  sum4(acc, sums);
+  *total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (; i < n; ++i) *total += x[i];
+  return top;
+}
+
 #define MOEFUSE_TEXT(x) #x
 #define MOEFUSE_NAME(x) MOEFUSE_TEXT(x)
 
@@ -183,6 +223,8 @@ extern const Kernels kKernels = {
     outer,
     derivatives,
     dot,
+    rotate,
+    powers,
 };
 
 }  // namespace moefuse::MOEFUSE_ISA

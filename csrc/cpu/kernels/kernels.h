@@ -84,6 +84,10 @@ struct Kernels {
   void (*derivatives)(const Activation& act, const float* gate, const float* up, float* by_gate, float* by_up,
                       int64_t n);
   float (*dot)(const float* x, const float* y, int64_t n);
+  // (a, b) -> (a cos - b sin, b cos + a sin), each of n.
+  void (*rotate)(float* a, float* b, const float* cos, const float* sin, int64_t n);
+  // x -> e**(scale * x - top) with top the largest of scale * x, which is returned; `total` gets their sum.
+  float (*powers)(float scale, float* x, int64_t n, float* total);
 };
 
 }  // namespace moefuse

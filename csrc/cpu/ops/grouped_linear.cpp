@@ -9,7 +9,8 @@
 namespace moefuse {
 namespace {
 
-void linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Positions positions, Output y, int threads) {
+void by_rows(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Positions positions, Output y,
+             int threads) {
   const Kernels& k = kernels();
   int64_t N = weight.N, K = weight.K;
   Packed packed{&format_of(weight, x.dtype), nullptr, K};
@@ -42,8 +43,8 @@ void linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Posit
 }
 
 // The same with a weight that is [E, K, N] in memory.
-void linear_transposed(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Positions positions, Output y,
-                       int threads) {
+void by_columns(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Positions positions, Output y,
+                int threads) {
   const Kernels& k = kernels();
   int64_t N = weight.N, K = weight.K;
   std::vector<Panel> panels = panels_of(plan.offsets);
@@ -82,7 +83,7 @@ void linear_transposed(Tensor x, const Weight& weight, Tensor bias, const Plan& 
 void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
                     int threads) {
   threads = worth(threads, plan.S() * weight.N * weight.K);
-  auto run = weight.transposed ? linear_transposed : linear;
+  auto run = weight.transposed ? by_columns : by_rows;
   run(x, weight, bias, plan, {plan, x.rows, gather, scatter}, y, threads);
   trim_scratch();
 }

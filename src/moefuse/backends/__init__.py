@@ -26,6 +26,7 @@ from typing import Any
 _OPS = (
     *("route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts"),
     *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
+    *("linear", "rope", "attend"),
 )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import functools
+import gc
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -17,10 +23,15 @@ from moefuse import config
 from moefuse.cli import options
 from moefuse.ops._core.select import resolve
 
+if TYPE_CHECKING:
+    from moefuse.hf.text import Generation
+
 _SHADES = " ░▒▓█"
 #: the model in the box, which an install may lack, and what it continues
 _BOX = Path(__file__).parents[1] / "box" / "box.gguf"
 _BOX_PROMPT = "And it came to pass in those days, that"
+#: tokens of a conversation, where its model takes as many
+_PLACES = 4096
 
 
 def run(
@@ -28,17 +39,25 @@ def run(
         str | None,
         typer.Argument(help="Directory of a transformers model or a GGUF file; without it, the model in the box."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; the model in the box has one.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to continue, and again for several at once; the model in the box has one."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option(help="Put the prompt into the model's chat template; without a prompt, a conversation.")
+    ] = False,
     dtype: Annotated[
         str, typer.Option(help=f"auto, {', '.join(options.DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
     ] = "auto",
     exact: Annotated[bool, typer.Option(help="GGUF: do not round activations to 8 bits; slower.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, of torch and of moefuse.")] = None,
+    no_capture: Annotated[
+        bool, typer.Option("--no-capture", help="Decode in transformers' own loop, over its own cache.")
+    ] = False,
     compare: Annotated[bool, typer.Option(help="Also run the stock implementation: logits and speed.")] = False,
     against: Annotated[str, typer.Option(help="The stock implementation to compare with.")] = "grouped_mm",
     stats: Annotated[bool, typer.Option(help="Show how the experts of each layer are loaded.")] = False,
@@ -47,12 +66,15 @@ def run(
         str | None, typer.Option(help="Under torchrun: tensor or experts, split over the ranks.")
     ] = None,
 ) -> None:
-    """Continue a prompt with a mixture-of-experts model on moefuse, and say how fast."""
+    """Continue prompts with a mixture-of-experts model on moefuse, or talk with it, and say how fast."""
     numbers = "auto" if dtype == "auto" else options.dtype(dtype)
+    texts = prompt or ([_BOX_PROMPT] if model is None and not chat else [])
     if model is None:
-        model, prompt = _box(), _BOX_PROMPT if prompt is None else prompt
-    elif prompt is None:
-        options.stop("--prompt", "give the text to continue")
+        model = _box()
+    elif not texts and not chat:
+        options.stop("--prompt", "give the text to continue, or --chat for a conversation")
+    if not texts and (compare or stats or plot is not None or parallel is not None):
+        options.stop("--chat", "a conversation has no --compare, --stats, --plot or --parallel; give a --prompt")
     if plot is not None:
         _refuse_plot(plot)
     if parallel is not None:
@@ -66,91 +88,223 @@ def run(
     if target.type == "cpu":
         config.cap_onednn()
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # those of our kernels, too
     network, tokenizer = _load(model, numbers, target, parallel, exact)
     if compare:
         _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
-    tokens = _tokens(tokenizer, prompt, chat).to(target)
-    if model == str(_BOX):
-        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
-    sampling = (temperature, seed)
-    _run(console, network, tokenizer, tokens, max_tokens, sampling, against if compare else None, stats, plot, model)
+    prompts = [_tokens(tokenizer, [_turn("user", text)] if chat else text).to(target) for text in texts]
+    if prompts:
+        places = max(map(len, prompts)) + max_tokens
+    else:
+        _tokens(tokenizer, [_turn("user", "?")])  # there must be a template
+        places = min(getattr(network.config.get_text_config(), "max_position_embeddings", _PLACES), _PLACES)
+    reason = "the model is split over ranks" if parallel is not None else "--no-capture" if no_capture else None
+    prepared = _prepare(network, max(len(prompts), 1), places, reason)
+    write = functools.partial(_write, console, network, tokenizer, sampling=(temperature, seed))
+    if prompts:
+        if model == str(_BOX) and len(texts) == 1:
+            _show(console, *texts)
+        turns = [write(prompts, texts, max_tokens, to_the_end=compare, warm=compare)]
+    else:
+        turns = _converse(console, tokenizer, target, places, max_tokens, write)
+    _close(console, turns, prepared, target)
+    if stats or plot is not None:
+        _show_load(console, network, turns[-1].tokens, stats, plot, model)
+    if compare:
+        _compare(console, network, turns[-1], against, functools.partial(write, prompts, texts, max_tokens))
     if parallel is not None:
         torch.distributed.destroy_process_group()
 
 
-def _run(
+def _prepare(model: Any, batch: int, places: int, uncaptured: str | None) -> str:
+    """Patch the model and capture its decode step, unless there is a reason not to; what came of it, in words."""
+    from moefuse import hf
+
+    report = hf.patch(model)
+    if uncaptured is None:
+        try:
+            return f"{report}\n{hf.capture(model, batch, places)}"
+        except (ValueError, RuntimeError) as error:
+            uncaptured = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("capture: ")
+    return f"{report}\ndecode step not captured: {uncaptured}"
+
+
+def _show(console: Console, text: str, end: str = "") -> None:
+    if not console.quiet:
+        print(text, end=end, flush=True)
+
+
+def _write(
     console: Console,
     model: Any,
     tokenizer: Any,
-    prompt: Tensor,
+    prompts: list[Tensor],
+    texts: list[str],
     max_tokens: int,
+    *,
     sampling: tuple[float, int],
-    against: str | None,
-    stats: bool,
-    plot: Path | None,
-    title: str,
+    name: str = "moefuse",
+    quiet: bool = False,
+    to_the_end: bool = False,
+    conversation: bool = False,
+    warm: bool = False,
+) -> Generation:
+    """Continue prompts. Text of one is shown as it comes, that of several under each when it is done.
+
+    ``warm`` writes two tokens first: what the first call alone pays for must not tell two implementations apart.
+    """
+    from moefuse.hf.text import PIECE, NotFinite, generate
+
+    def show(row: int, text: str) -> None:
+        if quiet:
+            return
+        if len(texts) == 1:
+            _show(console, text)
+        else:
+            console.print(texts[row], style="bold", markup=False, highlight=False, soft_wrap=True)
+            _show(console, text.strip(), "\n")
+
+    longest = max(map(len, prompts))
+    options = {"to_the_end": to_the_end, "conversation": conversation}
+    try:
+        if warm:
+            generate(model, tokenizer, prompts, min(2, max_tokens), lambda *_: None, *sampling)
+        with ExitStack() as stack:
+            long = longest > PIECE and not quiet and Console(stderr=True).is_terminal and not console.quiet
+            progress = _progress(stack, longest) if long and hasattr(model, "_moefuse_steps") else None
+            return generate(model, tokenizer, prompts, max_tokens, show, *sampling, progress=progress, **options)
+    except NotFinite as error:
+        _give_up(name, error)
+
+
+def _progress(stack: ExitStack, length: int) -> Callable[[int], None]:
+    """A bar for the tokens of a long prompt, which is gone when all are done."""
+    show = stack.enter_context(options.progress())
+
+    def report(done: int) -> None:
+        show(f"prompt: {done} of {length} tokens", done / length)
+        if done == length:
+            stack.close()
+
+    show(f"prompt: 0 of {length} tokens", 0.0)
+    return report
+
+
+def _converse(
+    console: Console,
+    tokenizer: Any,
+    device: torch.device,
+    places: int,
+    max_tokens: int,
+    write: Callable[..., Generation],
+) -> list[Generation]:
+    """Read lines and answer them until there are no more, or no more places."""
+    turns: list[dict[str, str]] = []
+    done: list[Generation] = []
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            _show(console, "\n")
+            return done
+        if not text:
+            continue
+        turns.append(_turn("user", text))
+        tokens = _tokens(tokenizer, turns).to(device)
+        room = places - len(tokens)
+        if room > 0:
+            done.append(write([tokens], [text], min(max_tokens, room), conversation=True))
+            (answer,) = done[-1].texts
+            turns.append(_turn("assistant", answer))
+            _show(console, "\n")
+        if room <= 0 or len(done[-1].tokens[0]) == places:
+            console.print(f"the conversation ends: its {places} places are full", highlight=False)
+            return done
+
+
+def _close(console: Console, turns: list[Generation], prepared: str, device: torch.device) -> None:
+    """The last lines: rates, the time to the first token, memory, and how the model was run."""
+    from moefuse.hf.text import joined
+
+    if turns:
+        console.print()
+        _print_rates(console, "moefuse", joined(turns))
+        first = f"first token {turns[0].prefill_seconds:.2f} s after its prompt"
+        age = _age()
+        if age is not None:
+            first += f", {age - (time.perf_counter() - turns[0].first_token):.1f} s after the start of the command"
+        console.print(first, highlight=False, soft_wrap=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    memory = f"peak memory {peak / 2**20:,.0f} MiB resident"
+    if device.type == "cuda":
+        memory += f", {torch.cuda.max_memory_reserved(device) / 2**20:,.0f} MiB on the GPU"
+    console.print(memory, highlight=False)
+    console.print(prepared, markup=False, highlight=False, soft_wrap=True)
+
+
+def _age() -> float | None:
+    """Seconds since this process was started, where the system tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _print_rates(console: Console, name: str, done: Generation) -> None:
+    prefill = f"prefill {_tokens_of(done.prompt_tokens)} at {done.prefill_rate:.1f}/s"
+    decode = f"decode {_tokens_of(done.decode_tokens)} at {done.decode_rate:.1f}/s"
+    console.print(f"{name}: {prefill}, {decode}", highlight=False)
+
+
+def _show_load(
+    console: Console, model: Any, sequences: list[Tensor], stats: bool, plot: Path | None, title: str
 ) -> None:
+    from moefuse.hf.text import expert_load
+
+    load = expert_load(model, sequences)
+    if stats:
+        _print_load(console, load)
+    if plot is not None and not console.quiet:
+        _draw_load(load, plot, f"{Path(title).name}, {_tokens_of(sum(map(len, sequences)))}")
+        console.print(f"picture: {plot}", highlight=False)
+
+
+def _compare(console: Console, model: Any, ours: Generation, against: str, write: Callable[..., Generation]) -> None:
+    """Logits and speed of the stock implementation, which decodes in transformers' own loop."""
     from moefuse import hf
-    from moefuse.hf.text import Generation, NotFinite, expert_load, generate, refuse_not_finite
 
-    def show(text: str) -> None:
-        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    logits = _logits_of("moefuse", model, ours.tokens)
+    hf.uncapture(model)
+    hf.unpatch(model)
+    hf.dequantize(model)
+    _use(model, against)
+    stock_logits = _logits_of(against, model, ours.tokens)
+    stock = write(name=against, quiet=True, to_the_end=True, warm=True)
+    _print_rates(console, against, stock)
+    console.print(f"{against} decodes uncaptured, in transformers' own loop", highlight=False)
+    pairs = list(zip(logits, stock_logits, strict=True))
+    largest = max(float((a - b).abs().max()) for a, b in pairs)
+    size = max(float(b.abs().max()) for _, b in pairs)
+    decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
+    console.print(f"largest logit difference {largest:.2e}, of logits up to {size:.1f}", highlight=False)
+    prefill = f"prefill {ours.prefill_rate / stock.prefill_rate:.2f}x"
+    console.print(f"speed against {against}: {prefill}{decode}", highlight=False)
 
-    def rates(name: str, done: Generation) -> None:
-        prefill = f"prefill {_tokens_of(done.prompt_tokens)} at {done.prefill_rate:.1f}/s"
-        decode = f"decode {_tokens_of(done.decode_tokens)} at {done.decode_rate:.1f}/s"
-        console.print(f"{name}: {prefill}, {decode}", highlight=False)
 
-    def warm_up() -> None:
-        """What the first call alone pays for must not tell two implementations apart."""
-        if against is not None:
-            with torch.no_grad():
-                model(input_ids=prompt)
+def _logits_of(name: str, model: Any, sequences: list[Tensor]) -> list[Tensor]:
+    from moefuse.hf.text import NotFinite, refuse_not_finite
 
-    def written(name: str, show: Callable[[str], None], to_the_end: bool) -> Generation:
-        try:
-            return generate(model, tokenizer, prompt, max_tokens, show, *sampling, to_the_end=to_the_end)
-        except NotFinite as error:
-            _give_up(name, error)
-
-    def logits_of(name: str, tokens: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    for tokens in sequences:
         with torch.no_grad():
-            logits: Tensor = model(input_ids=tokens).logits.float()
+            found.append(model(input_ids=tokens[None]).logits.float())
         try:
-            refuse_not_finite(model, tokens, logits)
+            refuse_not_finite(model, tokens[None], found[-1])
         except NotFinite as error:
             _give_up(name, error)
-        return logits
-
-    report = hf.patch(model)
-    warm_up()
-    ours = written("moefuse", show, against is not None)
-    console.print()
-    rates("moefuse", ours)
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    if stats or plot is not None:
-        load = expert_load(model, ours.tokens)
-        if stats:
-            _print_load(console, load)
-        if plot is not None and not console.quiet:
-            _draw_load(load, plot, f"{Path(title).name}, {_tokens_of(ours.tokens.shape[1])}")
-            console.print(f"picture: {plot}", highlight=False)
-    if against is not None:
-        logits = logits_of("moefuse", ours.tokens)
-        hf.unpatch(model)
-        hf.dequantize(model)
-        _use(model, against)
-        stock_logits = logits_of(against, ours.tokens)
-        warm_up()
-        stock = written(against, lambda _: None, True)
-        rates(against, stock)
-        largest, size = float((logits - stock_logits).abs().max()), float(stock_logits.abs().max())
-        decode = f", decode {ours.decode_rate / stock.decode_rate:.2f}x" if stock.decode_rate else ""
-        console.print(f"largest logit difference {largest:.2e}, of logits up to {size:.1f}", highlight=False)
-        prefill = f"prefill {ours.prefill_rate / stock.prefill_rate:.2f}x"
-        console.print(f"speed against {against}: {prefill}{decode}", highlight=False)
+    return found
 
 
 def _tokens_of(count: int) -> str:
@@ -180,12 +334,31 @@ def _box() -> str:
     return str(_BOX)
 
 
+@contextmanager
+def _many_imports() -> Iterator[None]:
+    """transformers makes a million objects and no garbage, so the collector waits, and then leaves them alone.
+
+    Of a command that takes 7 s, that is 0.8 s before the first token and 1.4 s at the end.
+    """
+    if "transformers" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _load(
     path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
 ) -> tuple[Any, Any]:
     try:
-        from moefuse import hf
-        from moefuse.hf.load import load
+        with _many_imports():
+            from moefuse import hf
+            from moefuse.hf import text  # noqa: F401  # where the collector waits
+            from moefuse.hf.load import load
     except ImportError as error:
         options.stop("MODEL", str(error))
     from transformers.utils import logging
@@ -206,16 +379,22 @@ def _load(
     return model, tokenizer
 
 
-def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
-    if not chat:
-        tokens: Tensor = tokenizer(prompt, return_tensors="pt").input_ids
+def _turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _tokens(tokenizer: Any, prompt: str | list[dict[str, str]]) -> Tensor:
+    """The tokens ``[T]`` of a text, or of the turns of a conversation in the model's template."""
+    if isinstance(prompt, str):
+        tokens: Tensor = tokenizer(prompt, return_tensors="pt").input_ids[0]
     elif tokenizer.chat_template is None:
         options.stop("--chat", "the model's tokenizer has no chat template; leave --chat out")
     else:
-        turns = [{"role": "user", "content": prompt}]
-        filled = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        tokens = filled["input_ids"]
-    if tokens.shape[1] == 0:
+        filled = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        tokens = filled["input_ids"][0]
+    if len(tokens) == 0:
         options.stop("--prompt", "it has no tokens; give some text")
     return tokens
 

@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
 
 `supports` says whether a model would use it, `patch` runs whole MoE layers where it understands them, `from_gguf` loads
-a GGUF file and leaves its experts in their blocks.
+a GGUF file and leaves its weights in their blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,22 @@ from moefuse.hf.register import NAME, register
 
 register()
 
+from moefuse.hf.capture import capture, uncapture  # noqa: E402
 from moefuse.hf.gguf import from_gguf  # noqa: E402
 from moefuse.hf.gguf_experts import BlockExperts, dequantize  # noqa: E402  # transformers must be there and new enough
 from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 
-__all__ = ["NAME", "BlockExperts", "PatchReport", "Support", "dequantize", "from_gguf", "patch", "supports", "unpatch"]
+__all__ = [
+    "NAME",
+    "BlockExperts",
+    "PatchReport",
+    "Support",
+    "capture",
+    "dequantize",
+    "from_gguf",
+    "patch",
+    "supports",
+    "uncapture",
+    "unpatch",
+]

@@ -1,4 +1,4 @@
-"""Experts that stay in GGUF blocks inside a transformers model, and the way back to numbers."""
+"""What stays in GGUF blocks inside a transformers model, experts above all, and the way back to numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.quantized import QuantEmbedding, QuantLinear, QuantModule
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops.experts import experts
 from moefuse.quant.tensor import QuantTensor, wrap
@@ -54,6 +55,7 @@ class BlockExperts(nn.Module):
         self.has_bias = "down_bias" in tensors
         #: name of a stack in blocks -> its `QuantTensor.spec`
         self.specs: dict[str, str] = {}
+        self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
         for name, value in tensors.items():
             kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
             if isinstance(value, QuantTensor):
@@ -63,7 +65,15 @@ class BlockExperts(nn.Module):
                 self.register_buffer(kept, value.to(dtype))
 
     def _stack(self, name: str) -> Any:
-        return wrap(getattr(self, name), self.specs.get(name))
+        stack, kept = self._buffers[name], self._kept.get(name)
+        compiling = torch.compiler.is_compiling()  # a graph is to know the stack as a buffer
+        if kept is not None and kept.blocks is stack and not compiling:
+            return kept
+        assert stack is not None
+        made = wrap(stack, self.specs.get(name))
+        if isinstance(made, QuantTensor) and not compiling:
+            self._kept[name] = made
+        return made
 
     def stacks(self) -> Stacks:
         """What the ops compute with."""
@@ -120,34 +130,85 @@ def _in_stock_order(whole: Tensor, stock: Any) -> Tensor:
     return whole if stock.is_concatenated else torch.stack(whole.chunk(2, 1), 2).flatten(1, 2)
 
 
+class ScaledEmbedding(QuantEmbedding):
+    """Takes the place of an embedding that multiplies its rows by ``embed_scale``, as Gemma's do."""
+
+    embed_scale: Tensor
+
+    def __init__(self, stock: Any, weight: QuantTensor, dtype: torch.dtype) -> None:
+        super().__init__(weight, dtype=dtype, padding_idx=stock.padding_idx)
+        self._stock = (stock,)  # in a tuple it is no submodule
+        self.register_buffer("embed_scale", stock.embed_scale, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input)
+        return rows * self.embed_scale.to(rows.dtype)
+
+    def dequantized(self) -> nn.Embedding:
+        (stock,) = self._stock
+        stock.weight, stock.embed_scale = super().dequantized().weight, self.embed_scale
+        return stock.train(self.training)  # type: ignore[no-any-return]
+
+
+def in_blocks(stock: nn.Linear | nn.Embedding, weight: QuantTensor, dtype: torch.dtype) -> QuantModule:
+    """What computes on blocks as a module of numbers does, which may be on the meta device."""
+    if isinstance(stock, nn.Linear):
+        return QuantLinear(weight, stock.bias, dtype=dtype)
+    if hasattr(stock, "embed_scale"):
+        return ScaledEmbedding(stock, weight, dtype)
+    return QuantEmbedding(weight, dtype=dtype, padding_idx=stock.padding_idx)
+
+
+def tie_words(model: Any) -> None:
+    """Where the output layer is the embedding, it has the embedding's blocks or numbers."""
+    words = model.get_input_embeddings()
+    if not isinstance(words, QuantEmbedding):
+        model.tie_weights()
+    elif model.config.get_text_config().tie_word_embeddings:
+        model.set_output_embeddings(QuantLinear(words.weight, dtype=words.weight.dtype))
+
+
 def block_experts(model: nn.Module) -> dict[str, BlockExperts]:
     """Path -> experts in blocks."""
     return {path: module for path, module in model.named_modules() if isinstance(module, BlockExperts)}
 
 
-def dequantized_bytes(model: nn.Module) -> int:
+def _quantized(model: nn.Module) -> dict[str, QuantModule]:
+    """Path -> linear layer or embedding in blocks."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, QuantModule)}
+
+
+def dequantized_bytes(model: Any) -> int:
     """What `dequantize` would take."""
-    weights = 0
+    matrices = {module.blocks.data_ptr(): module.weight.shape.numel() for module in _quantized(model).values()}
+    weights = sum(matrices.values())
     for module in block_experts(model).values():
         stacks = module.stacks()
         weights += sum(w.shape.numel() for w in (stacks.gate_up, stacks.up, stacks.down) if w is not None)
-    return weights * next(model.parameters()).dtype.itemsize
+    return int(weights * model.get_input_embeddings().weight.dtype.itemsize) if weights else 0
 
 
 def refuse_to_save(*_: Any, **__: Any) -> None:
-    """What ``save_pretrained`` is on a model whose experts are in blocks."""
+    """What ``save_pretrained`` is on a model whose weights are in blocks."""
     raise ValueError(
-        "save_pretrained: a transformers checkpoint has no place for experts in GGUF blocks: keep the GGUF file, or "
+        "save_pretrained: a transformers checkpoint has no place for weights in GGUF blocks: keep the GGUF file, or "
         "call moefuse.hf.dequantize(model) first"
     )
 
 
-def dequantize(model: nn.Module) -> None:
-    """Give a model of `from_gguf` its own experts modules back, with numbers instead of blocks, in place.
+def dequantize(model: Any) -> None:
+    """Give a model of `from_gguf` its own modules back, with numbers instead of blocks, in place.
 
     That takes the memory of the whole model in its type. It is for what computes with numbers only: transformers' own
     implementations, ``save_pretrained``, training of experts.
     """
-    for path, module in block_experts(model).items():
-        model.set_submodule(path, module.dequantized(next(model.parameters()).dtype))
+    experts, matrices = block_experts(model), _quantized(model)
+    if not experts and not matrices:
+        return
+    dtype = model.get_input_embeddings().weight.dtype
+    for path, module in experts.items():
+        model.set_submodule(path, module.dequantized(dtype))
+    for path, matrix in matrices.items():
+        model.set_submodule(path, matrix.dequantized())
+    model.tie_weights()
     vars(model).pop("save_pretrained", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,10 +102,20 @@ class Keys:
 
 @dataclass(frozen=True)
 class Made:
-    """A parameter made from these tensors of its layer, given as ``function(keys, *tensors)``."""
+    """A parameter made from these tensors of its layer, given as ``function(keys, *tensors)``.
+
+    A function that does no more than move whole rows (``by_rows``) may be given rows of blocks; one that moves
+    ``columns``, so many at a time, where these fill whole blocks.
+    """
 
     names: tuple[str, ...]
     function: Callable[..., Tensor]
+    by_rows: bool = False
+    columns: Callable[[Keys], int] | None = None
+
+    def takes_blocks(self, keys: Keys, values: int) -> bool:
+        """Whether it may be given blocks of so many values in the place of numbers."""
+        return self.by_rows or (self.columns is not None and self.columns(keys) % values == 0)
 
 
 #: what a parameter is made from; of several the first that the file has
@@ -126,17 +136,17 @@ class Architecture:
     tensors: Mapping[str, Source]
     unused: str = "(?!)"
 
-    def source(self, parameter: str) -> tuple[tuple[tuple[str, ...], Callable[..., Tensor] | None], ...]:
-        """Ways to make a parameter: names of tensors in the file, and what to do with them."""
+    def source(self, parameter: str) -> tuple[Made, ...]:
+        """Ways to make a parameter, with the names that its tensors have in the file."""
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", parameter)
         prefix, found = (f"blk.{match[1]}.", self.tensors.get(match[2])) if match else ("", self.tensors.get(parameter))
         ways = found if isinstance(found, tuple) else () if found is None else (found,)
-        return tuple(
-            ((prefix + way,), None)
-            if isinstance(way, str)
-            else (tuple(prefix + name for name in way.names), way.function)
-            for way in ways
-        )
+        made = (Made((way,), _as_it_is, by_rows=True) if isinstance(way, str) else way for way in ways)
+        return tuple(replace(way, names=tuple(prefix + name for name in way.names)) for way in made)
+
+
+def _as_it_is(_: Keys, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _rope(keys: Keys) -> dict[str, Any]:
@@ -442,7 +452,7 @@ def _unpermuted(heads: str) -> Callable[[Keys, Tensor], Tensor]:
 
 
 _ROTATED: dict[str, Source] = {
-    f"self_attn.{ours}.{kind}": Made((f"{theirs}.{kind}",), _unpermuted(heads))
+    f"self_attn.{ours}.{kind}": Made((f"{theirs}.{kind}",), _unpermuted(heads), by_rows=True)
     for ours, theirs, heads in (
         ("q_proj", "attn_q", "attention.head_count"),
         ("k_proj", "attn_k", "attention.head_count_kv"),
@@ -478,6 +488,13 @@ def _grouped_values(keys: Keys, rows: Tensor) -> Tensor:
     return _grouped(keys, rows, _value_size(keys))
 
 
+def _grouped_columns(keys: Keys, rows: Tensor) -> Tensor:
+    """As `_grouped_values`, along the columns."""
+    groups, heads = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
+    by_turn = rows.view(rows.shape[0], -1, groups, rows.shape[1] // heads)
+    return by_turn.transpose(1, 2).reshape(rows.shape)
+
+
 def _grouped_tail(keys: Keys, rows: Tensor) -> Tensor:
     """As `_grouped_values`, behind the rows of queries and keys."""
     head = 2 * keys.size("ssm.state_size") * keys.size("ssm.group_count")
@@ -485,13 +502,13 @@ def _grouped_tail(keys: Keys, rows: Tensor) -> Tensor:
 
 
 _LINEAR_ATTENTION: dict[str, Source] = {
-    "linear_attn.in_proj_qkv.weight": Made(("attn_qkv.weight",), _grouped_tail),
-    "linear_attn.in_proj_z.weight": Made(("attn_gate.weight",), _grouped_values),
-    "linear_attn.in_proj_a.weight": Made(("ssm_alpha.weight",), _grouped),
-    "linear_attn.in_proj_b.weight": Made(("ssm_beta.weight",), _grouped),
+    "linear_attn.in_proj_qkv.weight": Made(("attn_qkv.weight",), _grouped_tail, by_rows=True),
+    "linear_attn.in_proj_z.weight": Made(("attn_gate.weight",), _grouped_values, by_rows=True),
+    "linear_attn.in_proj_a.weight": Made(("ssm_alpha.weight",), _grouped, by_rows=True),
+    "linear_attn.in_proj_b.weight": Made(("ssm_beta.weight",), _grouped, by_rows=True),
     "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), lambda keys, t: _grouped_tail(keys, t).unsqueeze(1)),
     "linear_attn.norm.weight": "ssm_norm.weight",
-    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), lambda keys, t: _grouped_values(keys, t.T).T.contiguous()),
+    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _grouped_columns, columns=_value_size),
     "linear_attn.A_log": Made(("ssm_a",), lambda keys, t: _grouped(keys, (-t).log())),
     "linear_attn.dt_bias": Made(("ssm_dt.bias",), _grouped),
 }
@@ -512,7 +529,7 @@ _SHARED_GATE: dict[str, Source] = {
 _GRANITE: dict[str, Source] = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "shared_mlp.input_linear.weight": Made(
-        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), lambda _, gate, up: torch.cat((gate, up))
+        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), lambda _, gate, up: torch.cat((gate, up)), by_rows=True
     ),
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
 }
@@ -528,7 +545,7 @@ _COMPRESSED_ATTENTION: dict[str, Source] = {
     "self_attn.q_b_proj.weight": "attn_q_b.weight",
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
     "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-    "self_attn.kv_b_proj.weight": (Made(("attn_k_b.weight", "attn_v_b.weight"), _compressed), "attn_kv_b.weight"),
+    "self_attn.kv_b_proj.weight": ("attn_kv_b.weight", Made(("attn_k_b.weight", "attn_v_b.weight"), _compressed)),
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     **_mlp("mlp.shared_experts", "_shexp"),
 }
@@ -560,6 +577,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(_granitemoe, _PLAIN | _GRANITE | _ROTATED),
     "gpt-oss": Architecture(_gpt_oss, _PLAIN | _GPT_OSS),
     # For a while the converter wrote the product and its halves.
-    "deepseek2": Architecture(_deepseek2, _PLAIN | _GATE | _COMPRESSED_ATTENTION, r"blk\.\d+\.attn_kv_b\.weight"),
+    "deepseek2": Architecture(_deepseek2, _PLAIN | _GATE | _COMPRESSED_ATTENTION, r"blk\.\d+\.attn_[kv]_b\.weight"),
     "gemma4": Architecture(_gemma4, _PLAIN | _GEMMA4, r"rope_freqs\.weight"),
 }

@@ -24,10 +24,10 @@ def load(
 
     Args:
         path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it, or a GGUF file.
-        dtype: of the weights; "auto" is the checkpoint's own, and bfloat16 for what a GGUF file has beside experts.
+        dtype: of the weights; "auto" is the checkpoint's own, and bfloat16 for a GGUF file's activations.
         device: where it runs.
         parallel: "tensor" or "experts": split over the ranks that ``torchrun`` started.
-        exact: of a GGUF file's experts, see `from_gguf`.
+        exact: of a GGUF file, see `from_gguf`.
     """
     folder = Path(path)
     if isinstance(dtype, str) and dtype != "auto":

@@ -2,6 +2,7 @@
 
 from moefuse.nn.lora import ExpertsLoRA, add_lora, merge_lora
 from moefuse.nn.moe import MoE
+from moefuse.nn.quantized import QuantEmbedding, QuantLinear
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import (
     RouterTraining,
@@ -14,6 +15,8 @@ from moefuse.nn.training import (
 __all__ = [
     "ExpertsLoRA",
     "MoE",
+    "QuantEmbedding",
+    "QuantLinear",
     "RouterTraining",
     "RoutingStats",
     "add_lora",

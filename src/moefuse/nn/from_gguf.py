@@ -116,8 +116,8 @@ class _Layer:
 
     def __init__(self, file: GGUFFile, layer: int) -> None:
         self.file, self.prefix = file, f"blk.{layer}."
-        matches = filter(None, map(_EXPERT_TENSOR.fullmatch, file))
-        self.left = {match[2] for match in matches if int(match[1]) == layer}
+        matches = map(_EXPERT_TENSOR.fullmatch, (name for name in file if name.startswith(self.prefix)))
+        self.left = {match[2] for match in matches if match}
 
     def take(self, name: str, *shape: int | None) -> Tensor | QuantTensor | None:
         """A tensor of this shape (None: any size), or None where the file has none."""
@@ -198,8 +198,8 @@ def read_layer(file: GGUFFile, layer: int) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _layer(file: GGUFFile, layer: int) -> _Layer:
-    layers = expert_layers(file)
-    if layer not in layers:
+    if f"blk.{layer}.ffn_gate_inp.weight" not in file:
+        layers = expert_layers(file)
         if any(re.search(r"ffn_gate\.\d+\.weight", name) for name in file):
             raise ValueError("from_gguf: experts must be stacked, got a file from before 2024-04 with one tensor each")
         known = f"layers {layers[0]} to {layers[-1]} do" if layers else "no layer of this file does"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
-from moefuse.nn.shared import shared_expert, shared_logit, stack_arguments
+from moefuse.nn.shared import autocast_type, shared_expert, shared_logit, stack_arguments
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
 from moefuse.ops._core.arithmetic import widen
@@ -237,11 +237,10 @@ class MoE(nn.Module):
         and sums are float32 as ever.
         """
         self._check(x, residual)
-        kind = x.device.type
-        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        dtype = autocast_type(x)
+        if dtype is None:
             return self._forward(x, residual, backend, None)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return self._forward(x, residual, backend, dtype)
 
     def _check(self, x: Any, residual: Any) -> None:

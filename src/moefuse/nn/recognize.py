@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.quantized import QuantLinear
 from moefuse.ops.glu import glu
 from moefuse.ops.route import route
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import ACTIVATION_KINDS, LAYOUTS, SCORES, Activation, Routing
 
 # Two float32 computations of one formula differ by a few 1e-7; two formulas by far more on the inputs used here.
@@ -86,7 +88,7 @@ def _activations(owner: nn.Module, gated: bool) -> Iterator[Activation]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Probes are small: a second thread gains nothing, and where other processes hold the cores it costs twentyfold."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -96,16 +98,17 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
+@one_thread()
 def mlp_of(mlp: nn.Module) -> Activation | None:
     """The activation of ``down_proj(act(gate_proj(x)) * up_proj(x))`` or its ungated form; None for anything else."""
     linears = {name: child for name, child in mlp.named_children() if isinstance(child, nn.Linear)}
     gated = "gate_proj" in linears
     if set(linears) != {"up_proj", "down_proj"} | ({"gate_proj"} if gated else set()):
         return None
-    if any(type(child) is not nn.Linear or child.bias is not None for child in linears.values()):
+    if any(type(child) not in (nn.Linear, QuantLinear) or child.bias is not None for child in linears.values()):
         return None
-    if sum(1 for _ in mlp.parameters()) != len(linears) or any(True for _ in mlp.buffers()):
+    tensors = itertools.chain(mlp.named_parameters(), mlp.named_buffers())
+    if any(name.split(".")[0] not in linears for name, _ in tensors):
         return None
     act_fn = getattr(mlp, "act_fn", None) or getattr(mlp, "activation", None)
     if not callable(act_fn):
@@ -114,12 +117,12 @@ def mlp_of(mlp: nn.Module) -> Activation | None:
     if act is None:
         return None
     rule = Activation(act.kind, gated)
-    small = _hollow(mlp)
+    small = hollow(mlp)
     generator = torch.Generator().manual_seed(0)
     for name in linears:
         sizes = (20, 12) if name == "down_proj" else (12, 20)
         small._modules[name] = linear = nn.Linear(*sizes, bias=False)
-        linear.weight = _random(generator, *linear.weight.shape)
+        linear.weight = random_weight(generator, *linear.weight.shape)
     x = torch.randn(1, 5, 12, generator=generator) * torch.tensor([0.1, 1.0, 10.0, 1e2, 1e4])[:, None]  # past any clamp
     weights: dict[str, Any] = {name: small.get_submodule(name).weight for name in linears}
     rows = [x @ weights[name].T for name in ("gate_proj", "up_proj") if name in weights]
@@ -129,7 +132,7 @@ def mlp_of(mlp: nn.Module) -> Activation | None:
             want = glu(torch.cat(rows, -1), rule, backend="reference") @ weights["down_proj"].T
     except Exception:  # it needs more than its input and three products
         return None
-    return rule if isinstance(got, Tensor) and _same(got, want, of_row=1) else None
+    return rule if isinstance(got, Tensor) and same(got, want, of_row=1) else None
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ def _plain(value: Any) -> Any:
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_plain, value))
+    if isinstance(value, QuantTensor):
+        return value.spec, value.shape
     return id(value)
 
 
@@ -196,7 +201,7 @@ def _plain(value: Any) -> Any:
 _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
-@_one_thread()
+@one_thread()
 def rule_of(layer: nn.Module, likely: Iterable[LayerRule] = ()) -> LayerRule:
     """Recognise a layer; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(layer)
@@ -278,7 +283,7 @@ def _probe(
     """The rules that fit the layer on one draw of weights and inputs, simple ones first."""
     generator = torch.Generator().manual_seed(seed)
     E, H = parts.num_experts, parts.hidden
-    probe = _hollow(layer)
+    probe = hollow(layer)
     T = 2 * 48
     answers = [torch.randn(T, H, generator=generator) for _ in range(2)]
     experts = probe._modules["experts"] = _Recorder(layer.get_submodule("experts"), answers[0])
@@ -348,7 +353,7 @@ def _composition(out: Tensor, routed: Tensor, shared: Tensor | None, shared_gate
     if shared is not None:
         out = out - shared * (1 if shared_gate is None else torch.sigmoid(rows @ shared_gate)[:, None])
     factor = float((out * routed).sum() / routed.square().sum())
-    if not _same(out, factor * routed, of_row=1):
+    if not same(out, factor * routed, of_row=1):
         raise NotRecognized("its result is not the sum of experts and shared expert")
     return factor
 
@@ -400,7 +405,7 @@ def _fit(seen: Tensor, logits: Tensor, bias: Tensor | None, rule: Routing) -> fl
     if 4 * len(got) < 3 * len(logits) or not torch.equal(got > 0, seen > 0):
         return None
     scale = float((seen[got > 0] / got[got > 0]).median())
-    return scale if _same(seen, got * scale) else None
+    return scale if same(seen, got * scale) else None
 
 
 def _rules(top_k: int, E: int, probe: nn.Module) -> Iterator[Routing]:
@@ -428,7 +433,7 @@ def _dense(ids: Tensor, weights: Tensor, E: int) -> Tensor:
     return torch.zeros(ids.shape[0], E + 1).scatter_add_(1, ids.clamp(0, E), weights)[:, :E]
 
 
-def _same(got: Tensor, want: Tensor, of_row: float = 1e-3) -> bool:
+def same(got: Tensor, want: Tensor, of_row: float = 1e-3) -> bool:
     """Equal up to rounding, relative to the element or to this much of the row: 1 where sums may cancel."""
     if got.shape != want.shape or not bool(got.isfinite().all()):
         return False
@@ -446,7 +451,7 @@ def _numbers(owner: Any, part: str = "") -> list[float]:
     ]
 
 
-def _hollow(module: nn.Module) -> nn.Module:
+def hollow(module: nn.Module) -> nn.Module:
     """A copy that shares no dictionaries and no hooks with the original, so that its tensors can be replaced."""
     clone = copy.copy(module)
     for name, value in vars(module).items():
@@ -455,12 +460,12 @@ def _hollow(module: nn.Module) -> nn.Module:
     clone.__dict__.pop("forward", None)
     clone._parameters, clone._buffers = dict(module._parameters), dict(module._buffers)
     clone._modules = {
-        name: child if child is None or name == "experts" else _hollow(child) for name, child in module._modules.items()
+        name: child if child is None or name == "experts" else hollow(child) for name, child in module._modules.items()
     }
     return clone
 
 
-def _random(generator: torch.Generator, *shape: int) -> nn.Parameter:
+def random_weight(generator: torch.Generator, *shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=generator) * shape[-1] ** -0.5, requires_grad=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops.experts import experts
-from moefuse.types import Activation, Stacks
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Activation, Stacks, Weight
 
 
 def stack_arguments(stacks: Stacks) -> dict[str, Any]:
@@ -19,6 +21,19 @@ def stack_arguments(stacks: Stacks) -> dict[str, Any]:
     if up is not None:
         given["gate_up"] = stacks.gate_up, up
     return given
+
+
+def one_expert(weight: Weight) -> Weight:
+    """A matrix ``[N, K]`` as a stack of one."""
+    return replace(weight, blocks=weight.blocks[None]) if isinstance(weight, QuantTensor) else weight.unsqueeze(0)
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type of products of x under ``torch.autocast``; None where it is off."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.float64 if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
 def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: str | None = None) -> Tensor:

@@ -114,7 +114,7 @@ def _backward(
         # Read rows where the forward wrote them, write rows where it read them.
         if isinstance(weight, QuantTensor):
             by = inherit("grouped_linear_transposed", backend)
-            d_x = _grouped_linear_transposed(by, grad, weight, plan, scatter, gather)
+            d_x = grouped_linear_transposed_op(by, grad, weight, plan, scatter, gather)
         else:
             d_x = _grouped_linear(backend, grad, weight.transpose(1, 2), None, plan, scatter, gather)
         if d_x.shape[0] != x.shape[0]:
@@ -134,7 +134,7 @@ _grouped_linear = define(
     fake=lambda x, weight, _bias, plan, *_: x.new_empty(plan.assignments, weight.shape[1]),
     rule=Rule(_backward),
 )
-_grouped_linear_transposed = define(
+grouped_linear_transposed_op = define(
     grouped_linear_transposed_reference,
     "grad",
     fake=lambda grad, weight, plan, *_: grad.new_empty(plan.assignments, weight.shape[2]),

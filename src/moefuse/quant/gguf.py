@@ -96,6 +96,10 @@ def brief(value: object) -> str:
     return _repr.repr(value)
 
 
+class Malformed(ValueError):
+    """A file that is cut short, damaged, or no GGUF at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a file says of a tensor: ``type`` is ggml's name, ``shape`` torch's (slowest dimension first).
@@ -182,7 +186,7 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
 
 
 def read(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map a file. Only its header is read; a malformed, truncated or inconsistent one is a ValueError.
+    """Map a file. Only its header is read; a malformed, truncated or inconsistent one is `Malformed`, a ValueError.
 
     Of a model in several files ("-00001-of-00003.gguf") give the first; the others must lie beside it.
 
@@ -219,15 +223,19 @@ def _map(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], Tensor, mma
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
-            raise ValueError(f"gguf: {path.name}: must be a GGUF file, got {size} bytes")
+            raise Malformed(f"gguf: {path.name}: must be a GGUF file, got {size} bytes")
         if sys.platform == "win32":
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         else:
             mapped = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    magic, version = struct.unpack_from(">4sI", mapped)
+    if magic == b"GGUF" and version in _VERSIONS:
+        rule = "must be little-endian, got a big-endian file: gguf-convert-endian of the gguf package turns it around"
+        raise ValueError(f"gguf: {path.name}: {rule}")
     try:
         metadata, infos = _Header(mapped, size).read()
     except ValueError as error:
-        raise ValueError(f"gguf: {path.name}: {error}") from None
+        raise Malformed(f"gguf: {path.name}: {error}") from None
     return metadata, infos, torch.frombuffer(mapped, dtype=torch.uint8), mapped
 
 
@@ -320,8 +328,7 @@ class _Header:
             raise ValueError(f"must begin with GGUF, got {magic!r}")
         version = self.number("<I", "the version")
         if version not in _VERSIONS:
-            hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
-            raise ValueError(f"version must be 2 or 3, got {version}{hint}")
+            raise ValueError(f"version must be 2 or 3, got {version}")
         tensors = self.limited("<Q", _MAX_TENSORS, "the number of tensors")
         keys = self.limited("<Q", _MAX_KEYS, "the number of keys")
         metadata: dict[str, Any] = {}

@@ -20,8 +20,8 @@ _CHUNK = 2**20
 class QuantTensor:
     """A frozen tensor in GGUF blocks, byte for byte, usually a stack of experts ``[E, N, K]``.
 
-    It takes the place of a weight in `moefuse.grouped_linear`, `moefuse.experts` and `moefuse.moe`. It is no parameter:
-    gradients pass through it to the other inputs, never to it.
+    It takes the place of a weight in `moefuse.grouped_linear`, `moefuse.experts`, `moefuse.moe` and, as a matrix
+    ``[N, K]``, in `moefuse.linear`. It is no parameter: gradients pass through it to the other inputs, never to it.
 
     Attributes:
         blocks: uint8 ``[E, N, bytes of a row]``; rows follow each other without gaps, experts at any stride.
@@ -103,7 +103,7 @@ class QuantTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, in a tensor of their own: several times the memory of the blocks."""
-        if self.blocks.dim() < 2:
+        if self.blocks.dim() < 2 or self.shape.numel() <= _CHUNK:
             return unpack(self.blocks, self.format).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.blocks.dim() > 2:

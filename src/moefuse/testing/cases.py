@@ -51,6 +51,7 @@ _GATE = Tolerance(
 # Each row of activations is rounded to 8 bits per block: at most 1/254 of the block's largest, 0.3% to 0.7% of a row.
 _INT8 = {
     "grouped_linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
+    "linear": Tolerance(3e-2, 1e-2, "activations in 8 bits"),
     "experts": Tolerance(
         8e-2, 5e-2, "gate, up and the heavy-tailed hidden row round, 1.2% together; experts of a token may cancel"
     ),
@@ -155,11 +156,19 @@ def formats_of(backend: str) -> Collection[str]:
 
 
 def dtypes_of(case: Case, backend: str) -> tuple[torch.dtype, ...]:
-    """The element types of a case that a backend has kernels for; none where it lacks a format."""
+    """The element types of a case that a backend has kernels for; none where it lacks a format or the op."""
     row = backends.find(backend)
     if not case.formats.issubset(formats_of(backend)):
         return ()
-    return case.dtypes if row is None else tuple(dtype for dtype in case.dtypes if dtype in row.load().DTYPES)
+    if row is None:
+        return case.dtypes
+    has = all(part in row.load().OPS for part in _parts_of(case.op))
+    return tuple(dtype for dtype in case.dtypes if has and dtype in row.load().DTYPES)
+
+
+def _parts_of(op: str) -> tuple[str, ...]:
+    """moe is gate followed by experts, on whatever runs those."""
+    return ("gate", "experts") if op == "moe" else (op,)
 
 
 def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -177,8 +186,14 @@ def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     if isinstance(result, moefuse.Plan):
         return result.tensors
     results = result if isinstance(result, tuple) else (result,)
-    names = {"route": ("weights", "ids"), "gate": ("weights", "ids", "normed")}.get(op, ("out", "normed"))
-    return dict(zip(names, results, strict=False))
+    names = {
+        "route": ("weights", "ids"),
+        "gate": ("weights", "ids", "normed"),
+        "linear": ("out", "second", "third", "fourth"),
+        "rope": ("q", "k"),
+    }.get(op, ("out", "normed"))
+    written = {name: inputs[name] for name in ("keys", "values") if op == "rope" and name in inputs}
+    return dict(zip(names, results, strict=False)) | written
 
 
 def _differentiable(results: dict[str, Tensor]) -> list[Tensor]:
@@ -226,6 +241,8 @@ def tolerance_of(
         return _INT8["experts" if op == "moe" else op]
     if result == "weights":
         return _TOLERANCE[torch.float32] if op == "route" else _GATE
+    if op == "attend" and dtype == torch.float32:
+        return _GATE
     if blocks:
         return _BLOCKS[dtype]
     return _CHAINED if dtype == torch.float32 and op in ("experts", "moe") else _TOLERANCE[dtype]
@@ -279,10 +296,17 @@ def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) 
                 yield lambda c=case, t=dtype, b=backend, d=device: run(c, t, b, d, seed)  # type: ignore[misc]
 
 
-def _linear_in_blocks(spec: str, name: str, why: str) -> Case:
+def _grouped_in_blocks(spec: str, name: str, why: str) -> Case:
     K = 512 if FORMATS[format_in(spec)].values == 256 else 416
-    linear = make.linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
-    return Case("grouped_linear", name, why, linear, specs=(spec,))
+    grouped = make.grouped_linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
+    return Case("grouped_linear", name, why, grouped, specs=(spec,))
+
+
+def _linear_in_blocks(spec: str, T: int) -> Case:
+    K = 512 if FORMATS[format_in(spec)].values == 256 else 416
+    name = f"{spec.lower().replace(':', '_')}_{'one' if T == 1 else 'few'}"
+    linear = make.linear(T, K, (52, spec), bias=T > 1, residual=T == 1)
+    return Case("linear", name, f"{spec}, T={T}", linear, gradients=T > 1, specs=(spec,))
 
 
 def _experts_in_blocks(name: str, why: str, specs: tuple[str | None, ...], T: int = 7, **on: Any) -> Case:
@@ -329,22 +353,46 @@ CASES: tuple[Case, ...] = (
     Case("plan", "one_expert", "E=1", make.plan(9, 1, 1), _F32, False),
     Case("plan", "e1000", "many experts, most of them empty", make.plan(20, 1000, 8), _F32, False),
     Case("plan", "many", "more assignments than an int16 holds", make.plan(9000, 64, 4), _F32, False),
-    Case("grouped_linear", "up", "the up product", make.linear(17, 8, 48, 64, 3, True, False)),
-    Case("grouped_linear", "down", "the down product", make.linear(17, 8, 64, 48, 3, False, True)),
+    Case("grouped_linear", "up", "the up product", make.grouped_linear(17, 8, 48, 64, 3, True, False)),
+    Case("grouped_linear", "down", "the down product", make.grouped_linear(17, 8, 64, 48, 3, False, True)),
     Case("grouped_linear", "odd", "no size a multiple of anything",
-         make.linear(13, 5, 37, 51, 2, True, True, bias=True)),
-    Case("grouped_linear", "slots", "gather from slot order", make.linear(11, 4, 32, 40, 2, True, False, slots=True)),
-    Case("grouped_linear", "expert_major", "rows in and out expert-major", make.linear(11, 4, 32, 40, 2, False, False)),
+         make.grouped_linear(13, 5, 37, 51, 2, True, True, bias=True)),
+    Case("grouped_linear", "slots", "gather from slot order",
+         make.grouped_linear(11, 4, 32, 40, 2, True, False, slots=True)),
+    Case("grouped_linear", "expert_major", "rows in and out expert-major",
+         make.grouped_linear(11, 4, 32, 40, 2, False, False)),
     Case("grouped_linear", "messy", "sentinel rows are zero, duplicates count",
-         make.linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
+         make.grouped_linear(19, 6, 33, 32, 3, True, True, messy=True, bias=True)),
     Case("grouped_linear", "one_expert", "every row to the last expert",
-         make.linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
+         make.grouped_linear(70, 6, 40, 64, 2, True, False, one_expert=True)),
     Case("grouped_linear", "transposed", "weights strided, as the input gradient has them",
-         make.linear(9, 4, 24, 40, 2, False, False, transposed=True)),
-    Case("grouped_linear", "one_token", "T=1", make.linear(1, 16, 96, 128, 8, True, False)),
-    Case("grouped_linear", "no_token", "T=0", make.linear(0, 4, 8, 16, 2, True, True, bias=True)),
-    *(_linear_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
-    *(_linear_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
+         make.grouped_linear(9, 4, 24, 40, 2, False, False, transposed=True)),
+    Case("grouped_linear", "one_token", "T=1", make.grouped_linear(1, 16, 96, 128, 8, True, False)),
+    Case("grouped_linear", "no_token", "T=0", make.grouped_linear(0, 4, 8, 16, 2, True, True, bias=True)),
+    *(_grouped_in_blocks(name, name.lower(), f"{name} blocks") for name in FORMATS),
+    *(_grouped_in_blocks(f"{name}:exact", f"{name.lower()}_exact", f"{name}, activations in f32") for name in FORMATS),
+    Case("linear", "one_token", "T=1", make.linear(1, 96, (40, None))),
+    Case("linear", "few", "T=5, all parts", make.linear(5, 64, (48, None), bias=True, residual=True)),
+    Case("linear", "many", "more rows than one launch takes on a GPU", make.linear(40, 64, (48, None), residual=True)),
+    Case("linear", "odd", "no size a multiple of anything, T=1",
+         make.linear(1, 67, (37, None), bias=True, residual=True)),
+    Case("linear", "odd_few", "the same, T=13", make.linear(13, 67, (37, None), bias=True, residual=True)),
+    Case("linear", "qkv", "three weights of the same rows, T=1",
+         make.linear(1, 96, (64, None), (19, None), (16, None), bias=True)),
+    Case("linear", "qkv_few", "the same, T=7", make.linear(7, 64, (64, None), (19, None), (16, None), bias=True)),
+    Case("linear", "four_many", "four weights, T=33",
+         make.linear(33, 64, (40, None), (24, None), (16, None), (9, None), bias=True)),
+    Case("linear", "no_token", "T=0", make.linear(0, 64, (40, None), (24, None), bias=True)),
+    *(_linear_in_blocks(name, 5) for name in FORMATS),
+    *(_linear_in_blocks(f"{name}:exact", 1) for name in FORMATS),
+    *(
+        Case("linear", f"mixed_{name}", f"two formats and numbers, T={T}",
+             make.linear(T, 512, (48, "Q4_K:exact"), (24, None), (16, "Q6_K:exact"), bias=True),
+             specs=("Q4_K:exact", "Q6_K:exact"), gradients=T > 1)
+        for name, T in (("one", 1), ("few", 3), ("many", 40))
+    ),
+    Case("linear", "q4_k_residual_many", "blocks and a residual, T=40",
+         make.linear(40, 256, (48, "Q4_K:exact"), residual=True), specs=("Q4_K:exact",)),
     Case("grouped_outer", "up", "gradient of the up product", make.outer(21, 5, 24, 40, 3, True, False), DTYPES, False),
     Case("grouped_outer", "down", "of the down product", make.outer(21, 5, 33, 29, 3, False, True), DTYPES, False),
     Case("grouped_outer", "no_token", "T=0: all zero", make.outer(0, 3, 8, 8, 2, True, False), DTYPES, False),
@@ -409,6 +457,34 @@ CASES: tuple[Case, ...] = (
     Case("moe", "qwen3", "the whole block", make.moe(7, 16, 64, 48, Routing(top_k=4))),
     Case("moe", "decode", "the whole block, T=1", make.moe(1, 32, 96, 32, Routing(top_k=8))),
     Case("moe", "no_token", "T=0", make.moe(0, 8, 16, 8, Routing(top_k=2))),
+    Case("rope", "whole", "every value turns, angles per sequence",
+         make.rope(2, 3, 4, 2, 64, 64, apart=True), gradients=False),
+    Case("rope", "partial", "some values stay; no size a multiple of anything",
+         make.rope(2, 2, 5, 3, 34, 10, norm=True), gradients=False),
+    Case("rope", "decode", "one token to its place, as Qwen3 has it",
+         make.rope(1, 1, 8, 2, 128, 128, norm=True, places=9, position=5), gradients=False),
+    Case("rope", "rounded", "angles in the type of q, the last places",
+         make.rope(2, 3, 4, 1, 80, 32, rounded=True, places=7, position=4), gradients=False),
+    Case("rope", "dropped", "tokens behind the last place",
+         make.rope(1, 4, 2, 2, 96, 96, places=5, position=3), gradients=False),
+    Case("rope", "no_token", "S=0", make.rope(2, 0, 4, 2, 16, 16, norm=True, places=4, position=0), gradients=False),
+    Case("attend", "first", "a query that sees itself alone", make.attend(2, 4, 4, 64, 9, 0), gradients=False),
+    Case("attend", "second", "two places", make.attend(1, 8, 2, 80, 9, 1), gradients=False),
+    Case("attend", "group", "eight heads share their keys", make.attend(2, 16, 2, 96, 70, 69), gradients=False),
+    Case("attend", "large", "sixteen heads of 256 values", make.attend(1, 16, 1, 256, 60, 37), gradients=False),
+    Case("attend", "long", "many places, in parts", make.attend(1, 8, 2, 128, 700, 650), gradients=False),
+    Case("attend", "batch", "many sequences: several tiles in a part",
+         make.attend(11, 8, 8, 32, 120, 117), gradients=False),
+    Case("attend", "window", "only the last places",
+         make.attend(2, 4, 1, 64, 300, 290, window=100), gradients=False),
+    Case("attend", "gpt_oss", "a window, a sink for each head, a scale",
+         make.attend(1, 16, 2, 64, 200, 150, window=64, sinks=True), gradients=False),
+    Case("attend", "mask", "places left out", make.attend(3, 4, 2, 48, 90, 80, mask=True), gradients=False),
+    Case("attend", "everything", "every part at once, values of another size",
+         make.attend(3, 6, 2, 40, 140, 139, mask=True, sinks=True, window=77, Dv=24), gradients=False),
+    Case("attend", "nothing", "a query that sees nothing, beside one that does",
+         make.attend(2, 4, 2, 32, 40, 30, mask=True, blind=True, sinks=True), gradients=False),
+    Case("attend", "no_token", "B=0", make.attend(0, 4, 2, 16, 8, 3), gradients=False),
 )  # fmt: skip
 
 
@@ -418,9 +494,7 @@ def support_table() -> str:
     has = {row.name: row.load().OPS if row.exists() else {} for row in backends.BACKENDS}
     lines = [f"| op | {' | '.join(names)} | cases |", "|---" * (len(names) + 2) + "|"]
     for op in dict.fromkeys(case.op for case in CASES):
-        # moe is gate followed by experts, on whatever runs those
-        parts = ("gate", "experts") if op == "moe" else (op,)
-        cells = ["kernel" if all(part in has[name] for part in parts) else "reference" for name in names]
+        cells = ["kernel" if all(part in has[name] for part in _parts_of(op)) else "reference" for name in names]
         covered = ", ".join(case.name for case in CASES if case.op == op)
         lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
     lines += ["", f"| format | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]

@@ -155,7 +155,7 @@ def messy_ids(T: int, top_k: int, E: int) -> Callable[[Inputs], Tensor]:
     return make
 
 
-def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Maker:
+def grouped_linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bool, **on: Any) -> Maker:
     def make(inputs: Inputs) -> dict[str, Any]:
         ids = messy_ids(T, top_k, E)(inputs) if on.get("messy") else inputs.ids(T, top_k, E)
         if on.get("one_expert"):
@@ -170,6 +170,22 @@ def linear(T: int, E: int, N: int, K: int, top_k: int, gather: bool, scatter: bo
             x = inputs.uniform(rows, K, low=-1.7, high=1.7)
         bias = inputs.normal(E, N) if on.get("bias") else None
         return {"x": x, "weight": weight, "plan": plan, "gather": gather, "scatter": scatter, "bias": bias}
+
+    return make
+
+
+def linear(T: int, K: int, *weights: tuple[int, str | None], bias: bool = False, residual: bool = False) -> Maker:
+    """``weights``: of each its N and its spec. Of several the second has no bias."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        made = tuple(inputs.stack(spec, N, K) for N, spec in weights)
+        biases = tuple(inputs.normal(N) if bias and i != 1 else None for i, (N, _) in enumerate(weights))
+        # Bounded, so that the step of 8-bit activations, which follows the largest, is the same in every row.
+        x = inputs.uniform(T, K, low=-1.7, high=1.7)
+        if len(made) > 1:
+            return {"x": x, "weight": made, "bias": biases if bias else None}
+        added = inputs.normal(T, made[0].shape[0]) if residual else None
+        return {"x": x, "weight": made[0], "bias": biases[0], "residual": added}
 
     return make
 
@@ -259,5 +275,47 @@ def moe(T: int, E: int, H: int, I: int, routing: Routing) -> Maker:
             "residual": x,
             "next_norm_weight": inputs.uniform(H),
         }
+
+    return make
+
+
+def rope(B: int, S: int, Hq: int, Hk: int, D: int, R: int, **on: Any) -> Maker:
+    """Heads that are views of one product's result; ``places`` and ``position`` of a cache."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        heads = inputs.normal(B, S, Hq + 2 * Hk, D)
+        angles = torch.rand((B if on.get("apart") else 1, S, R // 2), generator=inputs.rng) * 6.3
+        dtype = inputs.dtype if on.get("rounded") else torch.float32
+        made: dict[str, Any] = {"q": heads[:, :, :Hq], "k": heads[:, :, Hq : Hq + Hk]}
+        made |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
+        if on.get("norm"):
+            made |= {"q_norm": inputs.uniform(D), "k_norm": inputs.uniform(D), "eps": 1e-5}
+        if "places" in on:
+            cache = inputs.normal(2, B, Hk, on["places"], D)
+            made |= {"v": heads[:, :, Hq + Hk :], "keys": cache[0], "values": cache[1]}
+            made["position"] = torch.tensor([on["position"]])
+        return made
+
+    return make
+
+
+def attend(B: int, Hq: int, Hk: int, D: int, L: int, position: int, **on: Any) -> Maker:
+    """Places that are not seen hold no number."""
+
+    def make(inputs: Inputs) -> dict[str, Any]:
+        made: dict[str, Any] = {"q": inputs.normal(B, Hq, D), "keys": inputs.normal(B, Hk, L, D)}
+        made |= {"values": inputs.normal(B, Hk, L, on.get("Dv", D)), "position": torch.tensor([position])}
+        seen = (torch.arange(L) <= position).expand(B, L)
+        if on.get("mask"):
+            made["mask"] = torch.rand((B, L), generator=inputs.rng) < 0.6
+            made["mask"][: int(on.get("blind", False))] = False
+            seen = seen & made["mask"]
+        if on.get("window"):
+            made["window"] = on["window"]
+        if on.get("sinks"):
+            made |= {"sinks": inputs.normal(Hq), "scale": 0.3}
+        for cache in (made["keys"], made["values"]):
+            cache.masked_fill_(~seen[:, None, :, None], torch.nan)
+        return made
 
     return make

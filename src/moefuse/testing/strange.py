@@ -105,7 +105,10 @@ _NEVER_EXPANDED = {
     "combine": ("inverse",),
     "grouped_linear": ("plan",),
     "grouped_outer": ("plan", "x"),
+    "linear": ("weight",),
 }
+#: what an op writes to is dense in its last dimension and holds each element once
+_WRITTEN = {"rope": ("keys", "values")}
 
 
 def strange_forms(case: Case) -> Iterator[Strange]:
@@ -113,10 +116,12 @@ def strange_forms(case: Case) -> Iterator[Strange]:
     for argument, value in case.inputs(0, torch.float32).items():
         for index, t in enumerate(tensors_in(value)):
             for form in FORMS:
-                # Blocks follow each other without gaps, and bytes have no sign.
-                blocks = t.dtype == torch.uint8 and form not in ("expanded", "offset")
+                # Blocks follow each other without gaps, of whole experts any number; and bytes have no sign.
+                blocks = t.dtype == torch.uint8 and form not in ("offset", "expanded" if t.dim() > 2 else "")
+                written = argument in _WRITTEN.get(case.op, ()) and form not in ("columns", "offset")
                 ties = form == "expanded" and argument in _NEVER_EXPANDED.get(case.op, ())
-                if not blocks and not ties and not (form == "transposed" and t.dim() < 2):
+                unsigned = form == "negated" and t.dtype == torch.bool
+                if not (blocks or written or ties or unsigned) and not (form == "transposed" and t.dim() < 2):
                     yield Strange(argument, index, form)
     if case.gradients:
         yield from (Strange(GRADIENT, 0, form) for form in FORMS)

@@ -67,7 +67,7 @@ def find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.conste
 
 
 @triton.jit
-def _block_sums(
+def block_sums(
     x_ptrs, w_rows, u_rows, live, K, stride_xk, W_DECODE: tl.constexpr, U_DECODE: tl.constexpr, GATED: tl.constexpr
 ):
     """Products of x [32, BLOCK_M] and on with rows [BLOCK_N] of GGUF blocks, or with one of the two in numbers.
@@ -105,8 +105,8 @@ def _q4_k_bytes(ptrs, desc, at_row, block):
 
 
 @triton.jit
-def _q4_k_sums(x_ptrs, w, u, live, n, at_row, K, stride_xk, GATED: tl.constexpr, ASM_BYTES: tl.constexpr):
-    """Like `_block_sums`, for 16-byte aligned rows ``n`` of Q4_K: a block at a time, in loads of 16 bytes.
+def q4_k_sums(x_ptrs, w, u, live, n, at_row, K, stride_xk, GATED: tl.constexpr, ASM_BYTES: tl.constexpr):
+    """Like `block_sums`, for 16-byte aligned rows ``n`` of Q4_K: a block at a time, in loads of 16 bytes.
 
     w and u are each an expert's pointer, the stride of its rows, and a descriptor or None in which they begin at
     ``at_row``; those of u a number of rows further.
@@ -150,7 +150,7 @@ def _q4_k_sums(x_ptrs, w, u, live, n, at_row, K, stride_xk, GATED: tl.constexpr,
 class Form(NamedTuple):
     """What a grouped product is compiled for, besides its activation and its decoders.
 
-    ``fill``: rows without an expert are written too, as zeros. ``words``: Q4_K that `_q4_k_sums` takes, ``asm_bytes``
+    ``fill``: rows without an expert are written too, as zeros. ``words``: Q4_K that `q4_k_sums` takes, ``asm_bytes``
     at a time by instructions of the card.
     """
 
@@ -210,11 +210,11 @@ def _product_tile(
         if FORM.words:
             w = (w_ptr + stack * stride_we, stride_wn, w_desc)
             u = (u_ptr + stack * stride_ue, stride_un, u_desc, u_first)
-            acc, up = _q4_k_sums(columns, w, u, live, last, at_row, K, stride_xk, GATED, ASM_BYTES)
+            acc, up = q4_k_sums(columns, w, u, live, last, at_row, K, stride_xk, GATED, ASM_BYTES)
         elif W_DECODE is not None or U_DECODE is not None:
             w_ptrs = w_ptr + stack * stride_we + last.to(tl.int64) * stride_wn
             u_ptrs = u_ptr + stack * stride_ue + last.to(tl.int64) * stride_un
-            acc, up = _block_sums(columns, w_ptrs, u_ptrs, live, K, stride_xk, W_DECODE, U_DECODE, GATED)
+            acc, up = block_sums(columns, w_ptrs, u_ptrs, live, K, stride_xk, W_DECODE, U_DECODE, GATED)
         else:
             k = tl.arange(0, BLOCK_K)
             x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk

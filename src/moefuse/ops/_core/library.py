@@ -19,7 +19,7 @@ from moefuse.ops._core import select
 from moefuse.ops._core.memory import DENSE
 from moefuse.ops._core.schema import Flat, Signature
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Stacks
+from moefuse.types import Projections, Stacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -208,7 +208,8 @@ def _under_autograd(op: Op[P, R], rule: Rule | None) -> Callable[..., Any]:
 
     def call(keys: Any, *flat: Flat) -> Any:
         tensors = [value for value in flat if isinstance(value, Tensor)]
-        if not unwatched() and any(torch._VF._unpack_dual(t, level=0)[1] is not None for t in tensors):
+        # Asked only inside a level of forward mode: a compiler would take the question for a part of the program.
+        if forward_ad._current_level >= 0 and any(torch._VF._unpack_dual(t, level=0)[1] is not None for t in tensors):
             raise NotImplementedError(
                 f"{name}: forward-mode derivatives (jvp, jacfwd) are not supported, got a tangent; reverse mode is"
             )
@@ -255,19 +256,25 @@ def define(
     def kernel(backend: str | None, /, *values: P.args, **named: P.kwargs) -> R:
         specs: tuple[str | None, ...] = ()
         for value in values:
-            if isinstance(value, (QuantTensor, Stacks)):
-                specs = value.specs if isinstance(value, Stacks) else (value.spec,)
+            if isinstance(value, (QuantTensor, Stacks, Projections)):
+                specs = (value.spec,) if isinstance(value, QuantTensor) else value.specs
         return select.select(reference, deciding(values), backend, specs)(*values, **named)
 
     return _defined(reference, kernel, Signature(reference, with_backend=True), fake, rule, form, mutated)
 
 
 def define_kernel(
-    reference: Callable[..., Any], kernel: Kernel[P, R], *, fake: Callable[..., Any], rule: Rule | None = None
+    reference: Callable[..., Any],
+    kernel: Kernel[P, R],
+    *,
+    fake: Callable[..., Any],
+    rule: Rule | None = None,
+    form: str = "",
+    mutated: tuple[str, ...] = (),
 ) -> Op[P, R]:
     """Define the op of a reference by a kernel that does more than to run what takes the reference's place: it
     allocates what that writes to, or checks what can be seen only then. The kernel's types are the schema."""
-    return _defined(reference, kernel, Signature(kernel), fake, rule)
+    return _defined(reference, kernel, Signature(kernel), fake, rule, form, mutated)
 
 
 def _defined(

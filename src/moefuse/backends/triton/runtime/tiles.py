@@ -33,6 +33,8 @@ class Tile:
 
 #: at or under this many tokens each assignment is a matrix-vector product of its own
 DECODE_TOKENS = 4
+#: up to this many rows `moefuse.linear` is one launch that reads each weight once
+LINEAR_ROWS = 16
 #: over this many rows per expert tiles are at their largest
 MANY_ROWS = 96
 #: over this many rows per expert Hopper takes grouped_linear_hopper.py's product where that can
@@ -43,6 +45,8 @@ SWAP_AB_ROWS_IN_BLOCKS = 52
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
 #: up to this many programs of the down matrix-vector product leave room on a card
 _DECODE_PROGRAMS = 600
+#: programs that fill a card with one each, about
+_SMALL_CARD = 128
 #: the format with kernels of its own, which read 16 bytes at once
 IN_WORDS = "Q4_K"
 
@@ -80,6 +84,23 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
     short = results > _DECODE_PROGRAMS * n and (slots in (2, 4) or K <= 1024)
     k, warps = (64, 4) if short else (128, 8)
     return Tile(1, n, k * max(1, 8 // slots), warps, 1)
+
+
+def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str = "") -> Tile:
+    """The tile of `moefuse.linear` for few rows and ``N`` columns of all its weights."""
+    if INTERPRETED:
+        return Tile(2, 8, 256 if format else 32, 4, 1) if T == 1 else Tile(16, 64, 32, 4, 1)
+    if T == 1 and format:
+        return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
+    if T == 1:  # a warp alone, so that sums cross no warps; each thread has 16 loads of 16 bytes under way
+        return Tile(1, 2, 2048 // itemsize, 1, 1)
+    if format:
+        return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
+    if itemsize == 4:
+        tile = Tile(16, 32, 64, 4, 3)
+    else:
+        tile = Tile(16, 32, 256, 2, 4) if N >= 32 * _SMALL_CARD else Tile(16, 16, 512, 2, 3)
+    return _fitted(tile, itemsize, False, device)
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:

@@ -1,0 +1,282 @@
+"""linear on NVIDIA GPUs: one launch for few rows, whatever the number of weights; products of tiles for more."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefuse.backends.gated import Rows, Weights
+from moefuse.backends.plain import plain_product
+from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
+from moefuse.backends.triton.grouped_linear import (
+    asm_bytes,
+    block_sums,
+    decoder_of,
+    in_words,
+    product,
+    q4_k_sums,
+    rows_of,
+)
+from moefuse.backends.triton.runtime.launch import (
+    HAS_PDL,
+    PDL,
+    block_of,
+    ceil_div,
+    launch,
+    launch_dependents,
+    prefetch_rows,
+    wait,
+)
+from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, linear_tile, product_tile
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import Plan, Projections, Weight
+
+#: bytes of weights that a program fetches before the launch before it has ended; all programs' share the cache
+_AHEAD = 32 << 10
+
+
+class _Form(NamedTuple):
+    """What a weight's product is compiled for.
+
+    ``words``: in Q4_K, 16 bytes at once, ``asm_bytes`` of them by instructions of the card; ``rounded``: times x in 8
+    bits. ``ahead``: numbers or bytes of each row to fetch before x is there; ``whole``: K is a multiple of ``block_k``.
+    """
+
+    words: bool
+    rounded: bool
+    asm_bytes: int
+    ahead: int
+    block_t: int
+    block_n: int
+    block_k: int
+    whole: bool
+
+
+@triton.jit
+def _numbers(ptrs, at, K, WHOLE: tl.constexpr):
+    """What lies at columns ``at``, zeros from K on; with WHOLE there are none such."""
+    return tl.load(ptrs + at) if WHOLE else tl.load(ptrs + at, mask=at < K, other=0.0)
+
+
+@triton.jit
+def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """One row of x times ``rows`` [BLOCK_N] of numbers: [BLOCK_N] float32. Each chunk is asked for one ahead."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    w = _numbers(rows[:, None], k[None, :], K, WHOLE)
+    last = (tl.cdiv(K, BLOCK_K) - 1) * BLOCK_K
+    for start in range(0, last, BLOCK_K):
+        x = _numbers(x_ptr, start + k, K, WHOLE).to(tl.float32)
+        ahead = _numbers(rows[:, None], (start + BLOCK_K + k)[None, :], K, WHOLE)
+        acc += w.to(tl.float32) * x[None, :]
+        w = ahead
+    x = _numbers(x_ptr, last + k, K, WHOLE).to(tl.float32)
+    return tl.sum(acc + w.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def _run_sums(x_ptr, w_ptr, stride_wn, first, N, K, BLOCK_N: tl.constexpr, DECODE: tl.constexpr):
+    """One row of x times rows ``first`` and on of GGUF blocks: [BLOCK_N] float32."""
+    r = tl.arange(0, BLOCK_N * RUNS)
+    rows = w_ptr + tl.minimum(first + r // RUNS, N - 1).to(tl.int64) * stride_wn
+    at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
+    acc = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
+    for start in range(0, K, STRIP):
+        x = tl.load(x_ptr + start + at, mask=start + at < K, other=0.0).to(tl.float32)
+        acc += decode_runs(rows, start, r % RUNS, K, DECODE) * x
+    return tl.sum(tl.reshape(tl.sum(acc, 1), [BLOCK_N, RUNS]), 1)
+
+
+@triton.jit
+def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DECODE: tl.constexpr):
+    """Columns ``tile * block_n`` and on of one weight's product; ``column`` is where its first one stands in out."""
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr = tensors
+    T, K, width = sizes
+    BLOCK_T: tl.constexpr = FORM.block_t
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    first = tile * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    # Rows past the end are the last row again, and not stored.
+    last = tl.minimum(n, N - 1).to(tl.int64)
+    rows = w_ptr + last * stride_wn
+    t = tl.arange(0, BLOCK_T)
+    live = t < T
+    # Who wrote the weights is not known, so their numbers must wait; the cache is filled with them meanwhile.
+    if HAS_PDL and BLOCK_T == 1:
+        prefetch_rows(rows, stride_wn, FORM.ahead)
+    wait()
+    launch_dependents()
+    if BLOCK_T == 1:
+        if FORM.words:
+            GROUPS: tl.constexpr = BLOCK_K // 64
+            loaded = q4_k_load(rows[None, :], 0, K, GROUPS)
+            x_row = x_ptr + tl.zeros([1], tl.int32)
+            acc, _ = q4_k_products((loaded, None), (rows[None, :], None), x_row, K, 1, GROUPS, FORM.rounded)
+        elif DECODE is not None:
+            acc = _run_sums(x_ptr, w_ptr, stride_wn, first, N, K, BLOCK_N, DECODE)[None, :]
+        else:
+            acc = _number_sums(x_ptr, rows, K, BLOCK_N, BLOCK_K, FORM.whole)[None, :]
+    elif DECODE is not None:
+        columns = x_ptr + t[None, :] * K + tl.arange(0, 32)[:, None]
+        if FORM.words:
+            w = (w_ptr, stride_wn, None)
+            acc, _ = q4_k_sums(columns, w, (w_ptr, stride_wn, None, 0), live, last, 0, K, 1, False, FORM.asm_bytes)
+        else:
+            acc, _ = block_sums(columns, rows, rows, live, K, 1, DECODE, DECODE, False)
+    else:
+        k = tl.arange(0, BLOCK_K)
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            at = (start + k)[None, :]
+            x = tl.load(x_ptr + t[:, None] * K + at, mask=live[:, None] & (at < K), other=0.0)
+            # [BLOCK_N, BLOCK_K]
+            w = _numbers(rows[:, None], at, K, FORM.whole)
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    inside = n < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = t.to(tl.int64)[:, None] * width + (column + n)[None, :]
+    mask = live[:, None] & inside[None, :]
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _part(tensors, place, N, stride_wn, sizes, FORM: tl.constexpr, DECODE: tl.constexpr):
+    """The part of one weight, where this program's tile is of it: tile and first column of the next weight."""
+    tile, column = place
+    tiles = tl.cdiv(N, FORM.block_n)
+    if (tile >= 0) & (tile < tiles):
+        _columns(tensors, tile, N, stride_wn, column, sizes, FORM, DECODE)
+    return tile - tiles, column + N
+
+
+@triton.jit(do_not_specialize=["T"])
+def _linear_kernel(
+    x_ptr,
+    residual_ptr,
+    out_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    a_bias_ptr,
+    b_bias_ptr,
+    c_bias_ptr,
+    d_bias_ptr,
+    T,
+    K,
+    width,
+    columns,
+    strides,
+    A_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    C_FORM: tl.constexpr,
+    D_FORM: tl.constexpr,
+    A_DECODE: tl.constexpr,
+    B_DECODE: tl.constexpr,
+    C_DECODE: tl.constexpr,
+    D_DECODE: tl.constexpr,
+):
+    """Up to block_t rows x ``[T, K]`` times up to four weights, side by side in out ``[T, width]``.
+
+    ``columns`` and ``strides`` are of each weight, the latter in bytes for blocks. Grid: tiles of all weights.
+    """
+    a_columns, b_columns, c_columns, d_columns = columns
+    a_stride, b_stride, c_stride, d_stride = strides
+    sizes = (T, K, width)
+    place = (tl.program_id(0), 0)
+    place = _part(
+        (x_ptr, a_ptr, a_bias_ptr, residual_ptr, out_ptr), place, a_columns, a_stride, sizes, A_FORM, A_DECODE
+    )
+    if B_FORM is not None:
+        place = _part((x_ptr, b_ptr, b_bias_ptr, None, out_ptr), place, b_columns, b_stride, sizes, B_FORM, B_DECODE)
+    if C_FORM is not None:
+        place = _part((x_ptr, c_ptr, c_bias_ptr, None, out_ptr), place, c_columns, c_stride, sizes, C_FORM, C_DECODE)
+    if D_FORM is not None:
+        place = _part((x_ptr, d_ptr, d_bias_ptr, None, out_ptr), place, d_columns, d_stride, sizes, D_FORM, D_DECODE)
+
+
+def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
+    words = in_words(Rows(rows.data[None], rows.format))
+    rounded = words and isinstance(weight, QuantTensor) and not weight.exact
+    packed = asm_bytes(x, tile) if words else 0
+    one = x.shape[0] == 1
+    return _Form(
+        words,
+        rounded,
+        packed,
+        min(block_of(rows.data.shape[1], 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
+        1 if one else tile.m,
+        tile.n,
+        tile.k,
+        x.shape[1] % tile.k == 0,
+    )
+
+
+def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
+    """One launch for all weights."""
+    (T, K), pairs = x.shape, projections.pairs
+    rows = [rows_of(weight) for weight, _ in pairs]
+    columns = [data.shape[0] for data, _ in rows]
+    tiles = [linear_tile(T, sum(columns), x.element_size(), x.device, format) for _, format in rows]
+    forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
+    none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
+    compiled: dict[str, Any] = {}
+    for name, form, mine in zip("ABCD", (*forms, *none), (*rows, *none), strict=True):
+        compiled[f"{name}_FORM"], compiled[f"{name}_DECODE"] = form, mine and decoder_of(mine)
+    launch(
+        _linear_kernel,
+        (sum(ceil_div(N, tile.n) for N, tile in zip(columns, tiles, strict=True)),),
+        *(x, residual, out),
+        *(*(data for data, _ in rows), *none),
+        *(*(bias for _, bias in pairs), *none),
+        *(T, K, out.shape[1]),
+        (*columns, *zeros),
+        (*(data.stride(0) for data, _ in rows), *zeros),
+        **compiled,
+        num_warps=max(tile.warps for tile in tiles),
+        num_stages=max(tile.stages for tile in tiles),
+        launch_pdl=PDL,
+    )
+
+
+def _plan_of_one(T: int, device: torch.device) -> Plan:
+    """All rows go to one expert; made on the device, with nothing copied to it."""
+    order = torch.arange(T, dtype=torch.int32, device=device)
+    offsets = torch.arange(0, T + 1, T, dtype=torch.int32, device=device)
+    return Plan(offsets[1:], offsets, order, order, 1, trusted=True)
+
+
+def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
+    """Numbers by torch, whose product of large matrices is the vendor's; blocks by the grouped product."""
+    T, pairs = x.shape[0], projections.pairs
+    for (weight, bias), stop in zip(pairs, projections.stops, strict=True):
+        here = out[:, stop - weight.shape[0] : stop]
+        if not isinstance(weight, QuantTensor):
+            plain_product(x, weight, bias, residual, here)
+            continue
+        stack = QuantTensor(weight.blocks[None], weight.format, weight.exact)
+        weights = Weights.of(stack, None if bias is None else bias[None], rows_of)
+        tile = product_tile(T, x.element_size(), False, x.device, weight.format)
+        dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
+        product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
+        if residual is not None:
+            here.add_(residual)
+        elif dense is not here:
+            here.copy_(dense)
+
+
+def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tensor:
+    (T, K), width = x.shape, projections.stops[-1]
+    out = torch.empty((T, width), dtype=x.dtype, device=x.device)
+    if T and width:
+        run = _few if T <= LINEAR_ROWS and K else _many
+        run(x, projections, residual, out)
+    return out

@@ -1,0 +1,93 @@
+"""attend and rope as a card would run them: they compile without one, and cut places into parts as they should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moefuse
+from moefuse.testing import cases
+from moefuse.testing.compare import difference
+
+pytest.importorskip("triton")
+from moefuse.backends.triton import attend as kernels
+from moefuse.backends.triton.runtime import launch
+
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moefuse.backends.triton.attend import _attend_kernel, tile_of
+from moefuse.backends.triton.rope import _rope_kernel
+
+def compiled(kernel, types, known, warps):
+    names = [p.name for p in kernel.params]
+    signature = {name: "constexpr" if name in known else types[name] for name in names}
+    constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
+    whole = [name for name in names if signature[name][0] == "*" or name in ("D", "Dv")]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    for i, name in enumerate(names):
+        if isinstance(signature[name], tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(signature[name]))}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+
+sizes = dict.fromkeys(("S", "Hq", "Hk", "D", "Dv", "half", "L"), "i32")
+for dtype, group, D, given in VARIANTS:
+    print(dtype, group, D, given, flush=True)
+    p = "*" + dtype
+    cache, norms = ("v_ptr", "keys_ptr", "values_ptr"), ("q_norm_ptr", "k_norm_ptr")
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "out_ptr", "q_out_ptr", "k_out_ptr", *cache, *norms), p)
+    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr", "sinks_ptr", "sums_ptr", "stats_ptr"), "*fp32")
+    pointers |= dict(position_ptr="*i64", mask_ptr="*u8", counter_ptr="*i32")
+    strides = dict(qkv_strides=("i32",) * 9, angle_strides=("i32",) * 4, cache_strides=("i32",) * 6)
+    strides |= dict(q_strides=("i32",) * 2, mask_stride="i32")
+    types = pointers | sizes | strides | dict(eps="fp32", scale="fp32", window="i64")
+    none = {} if given else dict(mask_ptr=None, sinks_ptr=None)
+    made = compiled(_attend_kernel, types, none | tile_of(group, D, D, 4 if dtype == "fp32" else 2, 24), 4)
+    assert made.metadata.shared <= 99 * 1024, made.metadata.shared
+    assert "cp.async" in made.asm["ptx"], "tiles are brought in ahead of their turn"
+    assert ("mma.sync" in made.asm["ptx"]) == (dtype != "fp32")
+    none = {} if given else dict.fromkeys(("position_ptr", *cache, *norms))
+    compiled(_rope_kernel, types, none | dict(HEADS=4, BLOCK_D=256, BLOCK_DV=256), 2)
+print("all", flush=True)
+"""
+
+
+def test_they_compile_without_a_card(tmp_path: Path) -> None:
+    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
+    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    variants = [("bf16", 8, 128, False), ("fp16", 1, 80, True), ("fp32", 16, 256, True)]
+    code = f"VARIANTS = {variants}\n{_COMPILE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.endswith("all\n")
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda pair: pair[1])
+@pytest.mark.parametrize("seen", [0, 1, 31, 32, 33, 64, 65, 127, 128])
+def test_counters_are_left_at_zero_however_many_parts_there_are(
+    target: tuple[str, str], seen: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two parts at most, of two tiles each: none, one, some or all have places."""
+    given: list[torch.Tensor] = []
+
+    def watched(scratch: torch.Tensor, count: int) -> torch.Tensor:
+        given.append(launch.counters(scratch, count))
+        return given[-1]
+
+    monkeypatch.setattr(kernels, "counters", watched)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 4)
+    made = cases.Inputs(rng, torch.float32)
+    q, keys, values = made.normal(1, 6, 16), made.normal(1, 2, 128, 16), made.normal(1, 2, 128, 16)
+    position = torch.tensor([seen - 1])
+    got = moefuse.attend(*(t.to(target[1]) for t in (q, keys, values, position)), backend=target[0]).cpu()
+    want = moefuse.attend(*(t.double() for t in (q, keys, values)), position, backend="reference")
+    assert difference(got, want).within(cases.tolerance_of("attend", "out", want, torch.float32))
+    assert given
+    assert not any(t.any() for t in given)

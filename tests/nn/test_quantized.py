@@ -1,0 +1,176 @@
+"""Linear layers and embeddings on blocks: against float64 on the decoded numbers, and as modules among others."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from moefuse import QuantTensor
+from moefuse.nn import QuantEmbedding, QuantLinear
+from moefuse.quant.formats import FORMATS
+from moefuse.testing.compare import difference
+from moefuse.testing.random_blocks import random_blocks
+
+N, K = 40, 512
+
+
+def blocks(name: str, rng: torch.Generator, rows: int = N) -> QuantTensor:
+    return random_blocks(name, (rows, K), rng, K**-0.5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_in_every_format(name: str, rng: torch.Generator) -> None:
+    weight, bias = blocks(name, rng), torch.randn(N, generator=rng)
+    layer, numbers = QuantLinear(weight.exactly(), bias), weight.dequantize(torch.float64)
+    wide = torch.randn(3, K, 2, generator=rng)
+    for x in (torch.randn(2, 3, K, generator=rng), torch.randn(K, generator=rng), wide.transpose(1, 2), wide[:0, :, 0]):
+        x = x.requires_grad_()
+        out = layer(x)
+        assert difference(out, x.double() @ numbers.T + bias.double()).worst < 1e-5
+        grad = torch.randn(out.shape, generator=rng)
+        (got,) = torch.autograd.grad(out, x, grad)
+        assert difference(got, grad.double() @ numbers, whole=True).worst < 1e-5
+    x = torch.randn(4, K, generator=rng)
+    assert difference(QuantLinear(weight)(x), x.double() @ numbers.T, whole=True).rms < 0.02
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_embedding_in_every_format(name: str, rng: torch.Generator) -> None:
+    weight = blocks(name, rng)
+    words = torch.tensor([[3, 0, N - 1], [7, 7, 1]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = QuantEmbedding(weight, dtype=dtype)(words)
+        assert torch.equal(rows, weight.dequantize(dtype)[words])
+        assert rows.dtype == dtype
+    assert QuantEmbedding(weight)(words[:, :0]).shape == (2, 0, K)
+
+
+def test_an_embedding_decodes_many_rows(rng: torch.Generator) -> None:
+    weight = blocks("Q6_K", rng)
+    words = torch.randint(0, N, (3, 1000), generator=rng)
+    assert torch.equal(QuantEmbedding(weight)(words), weight.dequantize()[words])
+
+
+def test_state_goes_there_and_back(rng: torch.Generator) -> None:
+    first, second = (
+        nn.Sequential(QuantEmbedding(blocks("Q8_0", rng)), QuantLinear(blocks("Q4_0", rng).exactly(), torch.ones(N)))
+        for _ in range(2)
+    )
+    words = torch.tensor([1, 5])
+    assert not torch.equal(first(words), second(words))
+    state = first.state_dict()
+    assert set(state) == {"0.blocks", "0.spec", "1.blocks", "1.spec", "1.bias"}
+    assert state["0.blocks"].dtype == state["1.blocks"].dtype == torch.uint8
+    second.load_state_dict(state)
+    assert torch.equal(first(words), second(words))
+    with pytest.raises(ValueError, match=r"QuantLinear: 1.blocks must be in Q4_0:exact, got IQ4_NL"):
+        second.load_state_dict(state | {"1.spec": torch.tensor(list(b"IQ4_NL"), dtype=torch.uint8)})  # as wide
+    del state["1.spec"]
+    with pytest.raises(ValueError, match=r"QuantLinear: 1.blocks must be in Q4_0:exact, got None"):
+        second.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*1.blocks"):
+        second.load_state_dict({"1.weight": torch.ones(N, K)})
+    assert not second.load_state_dict({"1.bias": torch.zeros(N)}, strict=False).unexpected_keys
+
+
+def test_moving_leaves_the_bytes_alone(rng: torch.Generator) -> None:
+    weight = blocks("Q6_K", rng)
+    layer, words = QuantLinear(weight, torch.ones(N)), QuantEmbedding(weight, dtype=torch.bfloat16)
+    model = nn.ModuleList((words, layer))
+    assert layer.weight.dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        model.to(dtype)
+        assert layer.weight.dtype == words.weight.dtype == layer.bias.dtype == dtype
+        assert torch.equal(layer.blocks, weight.blocks)
+        assert layer(words(torch.tensor([1]))).dtype == dtype
+    assert (layer.weight.shape, layer.weight.device) == ((N, K), torch.device("cpu"))
+    model.to("meta")
+    assert layer.weight.device == words.weight.device == torch.device("meta")
+    assert layer.blocks.dtype == torch.uint8
+
+
+def test_tied_modules_share_their_blocks(rng: torch.Generator) -> None:
+    words = QuantEmbedding(blocks("Q4_K", rng))
+    model = nn.ModuleList((words, QuantLinear(words.weight)))
+
+    def shared(model: nn.ModuleList) -> bool:
+        first, second = model
+        return first.blocks is second.blocks
+
+    assert shared(model)
+    # As moving to another device does: the bytes come to lie elsewhere.
+    before = words.blocks.data_ptr()
+    model._apply(lambda t: t if t.data_ptr() != before or t.numel() == 0 else t.clone())
+    assert shared(model)
+    assert words.blocks.data_ptr() != before
+    assert shared(model.half())
+    assert shared(copy.deepcopy(model))
+    assert shared(pickle.loads(pickle.dumps(model)))
+
+
+def test_other_blocks_are_seen_at_once(rng: torch.Generator) -> None:
+    first, second = (QuantLinear(blocks("Q4_K", rng)) for _ in range(2))
+    x = torch.randn(1, K)
+    before = first(x)
+    assert first.weight is first.weight
+    first.load_state_dict(second.state_dict(), assign=True)
+    assert torch.equal(first(x), second(x))
+    assert not torch.equal(first(x), before)
+    first.blocks = blocks("Q4_K", rng).blocks
+    assert not torch.equal(first(x), second(x))
+
+
+def test_autocast_decides_the_type(rng: torch.Generator) -> None:
+    layer, x = QuantLinear(blocks("Q8_0", rng), torch.ones(N)), torch.randn(3, K)
+    assert layer(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        assert layer.double()(x.double()).dtype == torch.float64
+
+
+def test_back_to_numbers(rng: torch.Generator) -> None:
+    weight, bias = blocks("Q5_K", rng), nn.Parameter(torch.randn(N))
+    linear = QuantLinear(weight, bias, dtype=torch.bfloat16).eval().dequantized()
+    assert type(linear) is nn.Linear
+    assert linear.bias is bias
+    assert not linear.training
+    assert torch.equal(linear.weight, weight.dequantize(torch.bfloat16))
+    words = QuantEmbedding(weight, padding_idx=3).dequantized()
+    assert (type(words), words.padding_idx) == (nn.Embedding, 3)
+    assert torch.equal(words.weight, weight.dequantize())
+
+
+@pytest.mark.slow
+def test_compiles_whole(rng: torch.Generator) -> None:
+    model = nn.Sequential(
+        QuantEmbedding(blocks("Q4_K", rng)),
+        QuantLinear(blocks("Q6_K", rng, K).exactly()),
+        QuantLinear(blocks("Q8_0", rng)),
+    )
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (1, 5, 9):
+        words = torch.randint(0, N, (2, count))
+        assert difference(compiled(words), model(words).double()).worst < 1e-5
+
+
+def test_bad_input_is_refused(rng: torch.Generator) -> None:
+    weight = blocks("Q8_0", rng)
+    layer = QuantLinear(weight)
+    assert repr(layer) == f"QuantLinear(in_features={K}, out_features={N}, bias=False, Q8_0)"
+    assert repr(QuantEmbedding(weight.exactly())) == f"QuantEmbedding({N}, {K}, Q8_0:exact)"
+    with pytest.raises(ValueError, match=r"x must be \[.., 512\], got shape \[3, 4\]"):
+        layer(torch.ones(3, 4))
+    with pytest.raises(TypeError, match="QuantLinear: weight must be a QuantTensor, got Tensor"):
+        QuantLinear(torch.ones(N, K))
+    with pytest.raises(ValueError, match=r"QuantEmbedding: weight must be \[N, K\], got shape \[1, 40, 512\]"):
+        QuantEmbedding(QuantTensor(weight.blocks[None], "Q8_0"))
+    with pytest.raises(ValueError, match="QuantLinear: bias must be"):
+        QuantLinear(weight, torch.ones(3))
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point type, got torch\.int8"):
+        QuantEmbedding(weight, dtype=torch.int8)
+    for words in (torch.tensor([N]), torch.tensor([-1])):
+        with pytest.raises((IndexError, RuntimeError), match="out of range"):
+            QuantEmbedding(weight)(words)
