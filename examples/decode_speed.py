@@ -113,10 +113,10 @@ def waited(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {
-        "layers": 4, "hidden": 2048, "experts": 128, "intermediate": 768, "top-k": 8, "heads": 32, "vocab": 4096,
-        "batch": 1, "prompt": 32, "steps": 16, "rounds": 5, "threads": 0, "prefill": 0,
+        "--layers": 4, "--hidden": 2048, "--experts": 128, "--intermediate": 768, "--top-k": 8, "--heads": 32,
+        "--vocab": 4096, "--batch": 1, "--prompt": 32, "--steps": 16, "--rounds": 5, "--threads": 0, "--prefill": 0,
     }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(name, type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     against = "stock implementations, with commas between; with ' compiled' behind a name, by torch.compile"
