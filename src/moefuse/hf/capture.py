@@ -239,6 +239,23 @@ def _decode(
         return _loop(step, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
+def _on_its_way(tokens: Tensor, running: Tensor) -> Callable[[], tuple[Tensor, bool]]:
+    """Tokens for the host and whether any sequence goes on: a wait for them, not for what is launched meanwhile."""
+    if tokens.device.type != "cuda":
+        return lambda: (tokens, bool(running.any()))
+    both = torch.cat((tokens, running.any().to(tokens.dtype).view(1)))
+    landed = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+    landed.copy_(both, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tokens.device))
+
+    def wait() -> tuple[Tensor, bool]:
+        event.synchronize()
+        return landed[:-1], bool(landed[-1])
+
+    return wait
+
+
 def _loop(
     step: Step, input_ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, model_kwargs: Any
 ) -> Any:
@@ -270,11 +287,13 @@ def _loop(
         running = running & ~criteria(input_ids, tuple(scores) if keeps_scores else None)
         more = step.cache.length < step.cache.max_length
         ahead = more and step.logits is not None
+        arrived = _on_its_way(tokens, running)
         if ahead:  # before the host waits for anything; when nothing follows, one step was for nothing
             logits = step(tokens)
+        shown, goes_on = arrived()
         if streamer is not None:
-            streamer.put(tokens.cpu())
-        if not more or not bool(running.any()):
+            streamer.put(shown)
+        if not more or not goes_on:
             break
         if not ahead:
             logits = step(tokens)
