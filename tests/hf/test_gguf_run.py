@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import KINDS, make, numbers_of, stored, tokenizer, tokenizer_keys
+from gguf_files import KINDS, LATER, make, numbers_of, stored, tokenizer, tokenizer_keys
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -64,6 +64,8 @@ def test_writes_what_transformers_writes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_architecture_decodes_in_a_step_that_is_prepared(tmp_path: Path, name: str) -> None:
     """Two prompts of different lengths, as transformers' own loop continues them."""
+    if name in LATER:
+        pytest.skip("this release of transformers cannot run it")
     line = (tmp_path / "model.gguf", "--prompt", PROMPT, "--prompt", "it was", "--max-tokens", 5)
 
     def same() -> bool:

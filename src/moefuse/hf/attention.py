@@ -188,7 +188,8 @@ def attention(
     """``residual`` plus what the module makes of ``x``, both ``[B, S, H]``."""
     B, S, _ = x.shape
     sinks, window = getattr(module, "sinks", None), getattr(module, "sliding_window", None)
-    held = None if past_key_values is None else past_key_values.layers[module.layer_idx]
+    layers = getattr(past_key_values, "layers", ())  # of a cache that grows by layers, too, there may be none yet
+    held = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     if isinstance(held, StepLayer) and S == 1 and held.stepping:
         cache: dict[str, Any] = {"keys": held.keys, "values": held.values, "position": held.position}
         q, _ = _rotated(module, rule, x, position_embeddings, **cache)
