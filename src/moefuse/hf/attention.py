@@ -72,7 +72,7 @@ def attention_of(module: nn.Module) -> AttentionRule:
     """Recognise an attention module; raises `NotRecognized` with what stands in the way."""
     D, norms = _parts(module)
     scale = getattr(module, "scaling", D**-0.5)
-    eps = [value for child in module.children() for value in _eps_of(child)]
+    eps = [value for child in module.children() for value in eps_in(child)]
     if not isinstance(scale, float) or len(set(eps)) > 1:
         raise NotRecognized("its attention must have one scale, and one eps for both norms")
     for angles, doubled in itertools.product((D // 2, D // 4), (True, False)):  # a whole head is rotated, or a half
@@ -82,7 +82,8 @@ def attention_of(module: nn.Module) -> AttentionRule:
     raise NotRecognized("its attention follows none of the known rules")
 
 
-def _eps_of(child: nn.Module) -> list[float]:
+def eps_in(child: nn.Module) -> list[float]:
+    """The eps of a norm, by either of its names."""
     return [value for name, value in vars(child).items() if name in ("eps", "variance_epsilon")]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from moefuse.hf import moe_module
-from moefuse.hf.attention import AttentionRule, attention, attention_of, takes
+from moefuse.hf.attention import AttentionRule, attention, attention_of, eps_in, takes
 from moefuse.hf.moe_module import Part, are_bare, may_fuse, recorded, watched
-from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same, structure_of
+from moefuse.nn.recognize import NotRecognized, hollow, once, one_thread, random_weight, same, structure_of
 
 #: of what transformers records in a forward, what a whole layer still shows
 _SHOWN = {"hidden_states", "_hidden_states_layers"}
@@ -72,7 +72,7 @@ class Whole:
 def eps_of(norm: nn.Module) -> float:
     """The eps of an RMSNorm ``weight * x / sqrt(mean(x^2) + eps)``; raises `NotRecognized` for any other module."""
     weight = norm._parameters.get("weight")
-    eps = [value for name, value in vars(norm).items() if name in ("eps", "variance_epsilon")]
+    eps = eps_in(norm)
     if weight is None or weight.dim() != 1 or len(list(norm.parameters())) != 1 or len(eps) != 1:
         raise NotRecognized(f"its norm must have one weight and an eps, got {type(norm).__name__}")
     generator = torch.Generator().manual_seed(0)
@@ -147,25 +147,14 @@ def _is_leaf(module: nn.Module) -> bool:
     return not module._modules and not module._buffers
 
 
-def _understand(layer: nn.Module, name: str, seen: dict[Any, Any]) -> tuple[tuple[str, str, str], Any]:
+def _understand(layer: nn.Module, name: str) -> tuple[tuple[str, str, str], AttentionRule | NotRecognized]:
     """The names of a layer's parts, and the rule of its attention or why that is not understood."""
     fused: Any = layer.get_submodule(name)._moefuse
-    structure = name, structure_of(layer)
-    if structure not in seen:
-        rule: Any
-        try:
-            names = _names_of(layer, name, fused.rule.returns_weights)
-            try:
-                rule = attention_of(layer.get_submodule(names[0]))
-            except NotRecognized as reason:
-                rule = reason
-            seen[structure] = names, rule
-        except NotRecognized as reason:
-            seen[structure] = reason
-    found = seen[structure]
-    if isinstance(found, NotRecognized):
-        raise found
-    return found  # type: ignore[no-any-return]  # the other kind of value
+    names = _names_of(layer, name, fused.rule.returns_weights)
+    try:
+        return names, attention_of(layer.get_submodule(names[0]))
+    except NotRecognized as reason:
+        return names, reason
 
 
 def _parts_of(layer: nn.Module, names: tuple[str, ...], with_children: bool) -> tuple[Part, ...]:
@@ -194,7 +183,8 @@ def take(model: nn.Module, moe_paths: list[str]) -> tuple[tuple[str, ...], dict[
             taken.append(path)
             continue
         try:
-            names, rule = _understand(layer, name, seen)
+            structure = name, structure_of(layer)
+            names, rule = once(seen, structure, functools.partial(_understand, layer, name))
         except NotRecognized as reason:
             reasons[path] = f"{type(layer).__name__}: {reason}"
             continue

@@ -14,7 +14,7 @@ from moefuse import experts, gate, moe
 from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.support import interface_of
-from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, place_of, rule_of, structure_of, tensor_at
+from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, once, place_of, rule_of, structure_of, tensor_at
 from moefuse.nn.shared import one_expert, shared_expert, shared_logit, stack_arguments
 from moefuse.types import Activation, Stacks
 
@@ -51,19 +51,10 @@ class Fused:
 
 
 def _rules_of(layer: nn.Module, seen: dict[Any, Any]) -> tuple[LayerRule, Activation | None]:
-    """The rules of a layer and of its shared expert; one of a structure that was ``seen`` is not run again."""
-    structure = structure_of(layer)
-    if structure not in seen:
-        known = [rule for rule, _ in (found for found in seen.values() if not isinstance(found, NotRecognized))]
-        try:
-            rule = rule_of(layer, known)
-            seen[structure] = rule, None if rule.shared is None else mlp_of(layer.get_submodule(rule.shared))
-        except NotRecognized as reason:
-            seen[structure] = reason
-    found = seen[structure]
-    if isinstance(found, NotRecognized):
-        raise found
-    return found  # type: ignore[no-any-return]  # the other kind of value
+    """The rules of a layer and of its shared expert."""
+    known = [rule for rule, _ in (found for found in seen.values() if not isinstance(found, NotRecognized))]
+    rule = rule_of(layer, known)
+    return rule, None if rule.shared is None else mlp_of(layer.get_submodule(rule.shared))
 
 
 def understand(layer: nn.Module, seen: dict[Any, Any]) -> Fused:
@@ -75,7 +66,7 @@ def understand(layer: nn.Module, seen: dict[Any, Any]) -> Fused:
         raise NotRecognized("the activation of its experts is not one of ours")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("its experts are normed before they are summed")
-    rule, shared = _rules_of(layer, seen)
+    rule, shared = once(seen, structure_of(layer), lambda: _rules_of(layer, seen))
     parts = []
     for path, part in layer.named_modules():
         if path and not (shared is None and rule.shared is not None and path.startswith(rule.shared)):

@@ -33,6 +33,18 @@ class NotRecognized(ValueError):
     """Why a layer is not one that the ops can express."""
 
 
+def once(seen: dict[Any, Any], structure: Any, find: Callable[[], Any]) -> Any:
+    """What ``find`` returns, or the reason it raises, for a structure; one that was ``seen`` is not run again."""
+    if structure not in seen:
+        try:
+            seen[structure] = find()
+        except NotRecognized as reason:
+            seen[structure] = reason
+    if isinstance(seen[structure], NotRecognized):
+        raise seen[structure]
+    return seen[structure]
+
+
 def layout_of(experts: Any) -> str:
     """How gate and up rows stand in the stack."""
     return LAYOUTS[0] if getattr(experts, "is_concatenated", True) else LAYOUTS[1]
