@@ -208,6 +208,30 @@ class OnCard:
         return statistics.median(turn() for _ in range(_ROUNDS))
 
 
+def tune_all(
+    shapes: Sequence[Shape],
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+    tick: Callable[[str, float], None],
+) -> tuple[list[Finding], dict[str, Any]]:
+    """`tune` on a layer in several formats, one after the other, each with its share of the time that is left."""
+    start, findings = time.perf_counter(), []
+    found: dict[str, Any] = {}
+    for step, shape in enumerate(shapes):
+
+        def advance(label: str, share: float, step: int = step, shape: Shape = shape) -> None:
+            name = f"{'/'.join(dict.fromkeys(shape.weights))}: " if shape.weights else ""
+            tick(f"{name}{label}", (step + share) / len(shapes))
+
+        left = max(0.0, start + seconds - time.perf_counter()) / (len(shapes) - step)
+        mine, tiles = tune(shape, tokens, dtype, device, left, advance)
+        findings += mine
+        found |= tiles
+    return findings, found
+
+
 @torch.no_grad()
 def tune(
     shape: Shape,

@@ -16,7 +16,7 @@ from moefuse import backends, config
 from moefuse.bench import case as bench_cases
 from moefuse.bench import inputs, machine, peers, report
 from moefuse.bench.result import Result
-from moefuse.bench.run import Options, bench_shape
+from moefuse.bench.run import Options, bench_formats, bench_shape
 from moefuse.cli import options
 from moefuse.testing.cases import CASES
 
@@ -29,12 +29,7 @@ def bench(
     top_k: options.TopK = None,
     tokens: options.Tokens = "1,16,512",
     dtype: options.Dtype = "bfloat16",
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Experts in GGUF blocks: Q4_K, or Q4_K,Q6_K for gate_up and down; Q4_K:exact keeps x in f32."
-        ),
-    ] = None,
+    weights: options.Weights = None,
     against: Annotated[
         str, typer.Option(help="Peers, with commas between, or none.")
     ] = "hf-grouped,hf-batched,hf-eager",
@@ -85,32 +80,43 @@ def bench(
         chosen = bench_cases.find(options.known("--case", case, [known.id for known in CASES]))
         if settings.dtype not in chosen.dtypes:
             options.stop("--dtype", f"case {chosen.id} is not for {dtype}")
-        result = _run(lambda tick: bench_cases.bench_case(chosen, settings, tick))
+        results = _run(lambda tick: [bench_cases.bench_case(chosen, settings, tick)])
     else:
         counts, rivals = options.tokens(tokens), [peers.load(name) for name in _peers(against)]
-        shape = options.in_blocks(options.shape(model, sizes), weights)
-        refusal = inputs.fits(shape, settings.dtype, settings.device)
+        shape = options.shape(model, sizes)
+        shapes = [shape] if weights is None else options.in_blocks(shape, weights)
+        if plot is not None and len(shapes) > 1:
+            options.stop("--plot", "it draws one format; give --weights one")
+        refusal = next(filter(None, (inputs.fits(each, settings.dtype, settings.device) for each in shapes)), None)
         if refusal is not None:
             options.stop("MODEL", refusal)
-        result = _run(lambda tick: bench_shape(shape, counts, rivals, settings, tick))
-    result.notes += [note for note in (capped, busy) if note is not None]
+        if weights is None:
+            results = _run(lambda tick: [bench_shape(shape, counts, rivals, settings, tick)])
+        else:
+            results = _run(lambda tick: bench_formats(shapes, counts, rivals, settings, tick))
+    for result in results:
+        result.notes += [note for note in (capped, busy) if note is not None]
     if as_json:
-        typer.echo(report.as_text(result))
+        typer.echo(report.as_text(results))
     else:
         console = Console()
         # A pipe or a file has no width of its own.
-        report.print_result(result, console if console.is_terminal else Console(width=120))
+        console = console if console.is_terminal else Console(width=120)
+        if len(results) == 1:
+            report.print_result(results[0], console)
+        else:
+            report.print_matrix(results, console)
     if save is not None:
-        save.write_text(report.as_text(result) + "\n", encoding="utf-8")
+        save.write_text(report.as_text(results) + "\n", encoding="utf-8")
     if plot is not None:
         from moefuse.bench.plot import write_plot
 
-        write_plot(result, plot)
+        write_plot(results[0], plot)
     if not as_json:
         for what, path in (("figures", save), ("picture", plot)):
             if path is not None:
                 typer.echo(f"{what}: {path}")
-    if result.ours_failed:
+    if any(result.ours_failed for result in results):
         raise typer.Exit(1)
 
 
@@ -135,7 +141,7 @@ def _refuse_output(save: Path | None, plot: Path | None, case: str | None) -> No
         options.stop("--plot", missing)
 
 
-def _run(work: Callable[[Callable[[str, float], None]], Result]) -> Result:
+def _run(work: Callable[[Callable[[str, float], None]], list[Result]]) -> list[Result]:
     with options.progress() as tick:
         try:
             return work(tick)

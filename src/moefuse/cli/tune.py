@@ -28,9 +28,7 @@ def tune(
     top_k: options.TopK = None,
     tokens: options.Tokens = "1,16,256,4096",
     dtype: options.Dtype = "bfloat16",
-    weights: Annotated[
-        str | None, typer.Option(help="Experts in GGUF blocks: Q4_K, or Q4_K,Q6_K for gate_up and down.")
-    ] = None,
+    weights: options.Weights = None,
     minutes: Annotated[float, typer.Option(min=0.0, help="About how long to search, in all.")] = 4.0,
     device: Annotated[str | None, typer.Option(help="cuda, or one of several such as cuda:1.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but keep nothing.")] = False,
@@ -43,9 +41,10 @@ def tune(
     """
     card = _card(device)
     numbers = options.dtype(dtype)
-    shape = options.in_blocks(options.shape(model, (experts, hidden, intermediate, top_k)), weights)
+    shape = options.shape(model, (experts, hidden, intermediate, top_k))
+    shapes = [shape] if weights is None else options.in_blocks(shape, weights)
     counts = options.tokens(tokens)
-    refusal = inputs.fits(shape, numbers, card)
+    refusal = next(filter(None, (inputs.fits(each, numbers, card) for each in shapes)), None)
     if refusal is not None:
         options.stop("MODEL", refusal)
     from moefuse.backends.triton.runtime import tuned
@@ -53,7 +52,7 @@ def tune(
     if not dry_run:
         _refuse_cache(tuned.path().parent)
     with options.progress() as tick:
-        findings, tiles = bench_tune.tune(shape, counts, numbers, card, 60 * minutes, tick)
+        findings, tiles = bench_tune.tune_all(shapes, counts, numbers, card, 60 * minutes, tick)
     if not dry_run:
         tuned.keep(card, tiles)
     if as_json:
