@@ -22,6 +22,7 @@ import moefuse
 from moefuse.bench import tune as search
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core import select
+from moefuse.quant.formats import FORMATS
 from moefuse.testing.compare import Tolerance, difference
 
 pytest.importorskip("triton")
@@ -342,6 +343,33 @@ def test_the_command_keeps_and_shows() -> None:
 
 
 @pytest.mark.usefixtures("pretended", "on_a_card")
+def test_each_format_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one format are not found for another, nor for numbers; a share of the time goes to each."""
+    shares: list[float] = []
+    tune = search.tune
+    monkeypatch.setattr(search, "tune", lambda *given: (shares.append(given[4]), tune(*given))[1])
+    shape = dataclasses.replace(SHAPE, hidden=256, intermediate=256)
+
+    def on_card(layers: Any, count: int, dtype: torch.dtype, _: Any) -> Made:
+        made = Made(lambda tile: 1e-5 if tile.warps == 8 else 2e-5)
+        made.products = tuple(search.products(layers[0].shape, count, dtype))
+        return made
+
+    monkeypatch.setattr(search, "OnCard", on_card)
+    code, output = invoke("--hidden", "256", "--intermediate", "256", "--weights", "all", "--minutes", "13")
+    assert code == 0, output
+    for name in FORMATS:
+        for count in (1, 40):
+            for product in search.products(shape.in_blocks(name, name), count, torch.bfloat16):
+                assert tuned.tile_for(product, CPU).warps == 8, product.name
+    for product in search.products(shape, 1, torch.bfloat16):
+        assert tuned.tile_for(product, CPU) == product.built_in(CPU)
+    assert f"{4 * len(FORMATS)} of {4 * len(FORMATS)} products" in output
+    assert len(shares) == len(FORMATS)
+    assert shares[0] == pytest.approx(60, abs=1)
+
+
+@pytest.mark.usefixtures("pretended", "on_a_card")
 def test_a_narrow_terminal_gets_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=50, file=io.StringIO(), force_terminal=True, no_color=True)
     monkeypatch.setattr(command, "Console", lambda **_: console)
@@ -414,7 +442,10 @@ def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatc
     in_blocks = dataclasses.replace(layer, intermediate=256, weights=("Q4_K", "Q4_K"))
     assert searched(in_blocks, many) == []
     assert searched(in_blocks, 100) == ["up", "down"], "numbers would be taken"
-    assert searched(dataclasses.replace(in_blocks, weights=("Q4_K", "Q6_K")), many) == ["down"]
+    assert searched(dataclasses.replace(in_blocks, layout="interleaved"), many) == []
+    for name in FORMATS:
+        one = dataclasses.replace(in_blocks, weights=(name, "Q6_K"))
+        assert (searched(one, many), searched(one, 100)) == ([], ["up", "down"]), name
     assert search.tune(
         layer, [many], torch.bfloat16, CPU, 1.0, lambda *_: None, trial=lambda _: Made(lambda _: 1.0)
     ) == ([], {})

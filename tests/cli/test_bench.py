@@ -142,6 +142,21 @@ def test_formats_beside_each_other(tmp_path: Path) -> None:
             )
 
 
+def test_formats_as_a_page(tmp_path: Path) -> None:
+    """For a document: the experts and the block, formats under each other, tokens side by side."""
+    saved = tmp_path / "formats.md"
+    code, output = invoke(*WHOLE, *QUICK, "--against", "none", "--weights", "Q8_0,Q6_K/Q8_0", "--save", str(saved))
+    assert code == 0, output
+    experts, block = ([line.split(" | ") for line in part.splitlines()] for part in saved.read_text().split("\n\n"))
+    for scope, rows in (("experts", experts), ("block", block)):
+        assert rows[0] == [f"| {scope}: time, over float32, over its floor", "bits", "T=1", "T=6 |"]
+        assert [row[0] for row in rows[2:]] == ["| float32", "| Q8_0", "| Q6_K/Q8_0"]
+        assert [row[1] for row in rows[2:]] == ["32", "8.5", "7.208"]
+        times = r"[\d.]+ [um]?s"
+        assert all(re.fullmatch(rf"{times}, [\d.]+( \|)?", cell) for cell in rows[2][2:])
+        assert all(re.fullmatch(rf"{times}, [\d.]+, [\d.]+( \|)?", cell) for row in rows[3:] for cell in row[2:])
+
+
 def test_all_formats_are_those_that_fill_the_rows() -> None:
     shape = shapes.Shape("custom", 4, 64, 32, 2)
     found = options.in_blocks(shape, "all:exact")
@@ -199,6 +214,7 @@ def test_unknown_names_list_the_valid_ones(words: list[str], named: tuple[str, .
         (["--case", "experts/few", "--weights", "Q8_0"], "not both"),
         (["--plot", "picture.pdf"], ".png"),
         (["--save", "/nonesuch/figures.json"], "no folder"),
+        (["--save", "figures.md"], "of --weights"),
         (["--device", "cpu:3"], "there is 1 of cpu"),
         (["--case", "experts/few", "--plot", "x.png"], "one size"),
         (["--case", "plan/usual", "--dtype", "float16"], "not for float16"),

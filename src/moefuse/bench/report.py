@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -121,6 +121,36 @@ def matrix(results: Sequence[Result]) -> Table:
             shown.add_row(*cells, style="red" if experts.wrong or block.wrong or plain.wrong else "")
         shown.add_section()
     return shown
+
+
+def page(results: Sequence[Result]) -> str:
+    """The same for a document, in Markdown: a table of the experts and one of the whole block, formats by tokens."""
+    dtype, counts = results[0].dtype, list(dict.fromkeys(row.tokens for result in results for row in result.rows))
+    found = []
+    for scope in (EXPERTS, BLOCK):
+        lines = [f"| {scope}: time, over {dtype}, over its floor | bits | {' | '.join(f'T={T}' for T in counts)} |"]
+        lines.append("|---" * (len(counts) + 2) + "|")
+        plain = [_cell(_median(_first(result, T, PLAIN, scope) for result in results)) for T in counts]
+        lines.append(f"| {dtype} | {_PLAIN_BITS[dtype]} | {' | '.join(plain)} |")
+        for result in results:
+            cells = [_cell(_first(result, T, OURS, scope)) for T in counts]
+            lines.append(f"| {result.weights} | {result.bits:.4g} | {' | '.join(cells)} |")
+        found.append("\n".join(lines) + "\n")
+    return "\n".join(found)
+
+
+_PLAIN_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
+
+
+def _median(rows: Iterable[Row]) -> Row:
+    """The row in the middle of those that have a time."""
+    timed = sorted((row for row in rows if row.seconds is not None), key=lambda row: row.seconds or 0.0)
+    return timed[len(timed) // 2] if timed else Row(None, PLAIN, "", "")
+
+
+def _cell(row: Row) -> str:
+    parts = (_time(row), _number(row.over_plain, ".2f"), _number(row.times_floor, ".2f"))
+    return ", ".join(part for part in parts if part)
 
 
 #: whose times stand in a row of the matrix

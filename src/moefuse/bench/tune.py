@@ -30,6 +30,8 @@ _ROUNDS = 9
 #: least and most of what a field may become; ``stages`` goes by one, the rest by doubling
 _LIMITS = {"m": (16, 256), "n": (16, 256), "k": (16, 256), "warps": (1, 16), "stages": (1, 8)}
 _DECODE_LIMITS = _LIMITS | {"m": (1, 1), "n": (1, 64), "k": (32, 1024)}
+#: the values of the largest block
+_STRIP = 256
 
 
 class Trial(Protocol):
@@ -85,12 +87,11 @@ def products(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Any]:
 def has_tile(product: Any, shape: Shape, device: torch.device) -> bool:
     """Whether there is one to look for: the product that Hopper takes for many rows has none."""
     from moefuse.backends.triton import grouped_linear
-    from moefuse.backends.triton.runtime.tiles import IN_WORDS
 
     hopper = grouped_linear.hopper
-    if hopper is None or product.format not in ("", IN_WORDS) or shape.bias:
+    if hopper is None or shape.bias:
         return True
-    if product.gated and shape.layout != "halves":
+    if product.gated and shape.layout != "halves" and not product.format:
         return True
     sizes = product.E, product.N, product.K, product.itemsize, product.gated, product.format != ""
     return not (hopper.is_hopper(device) and hopper.fits(product.load, *sizes))
@@ -101,7 +102,7 @@ def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
     limits = _DECODE_LIMITS if product.decodes else _LIMITS
     for field in dataclasses.fields(tile):
         value = getattr(tile, field.name)
-        if product.format and field.name == "k":
+        if product.format and field.name == "k" and not product.decodes:
             continue  # a strip of blocks
         if isinstance(value, bool):
             steps: list[Any] = [not value]
@@ -110,6 +111,8 @@ def neighbours(product: Any, tile: Any, device: torch.device) -> Iterator[Any]:
         else:
             steps = [value * 2, value // 2]
         least, most = limits.get(field.name, (0, 256))
+        if product.format and field.name == "k":
+            least = _STRIP
         for step in steps:
             made = dataclasses.replace(tile, **{field.name: step})
             if least <= step <= most and _sums(product, made) <= _MOST_SUMS and product.fits(made, device):
@@ -120,7 +123,7 @@ def _sums(product: Any, tile: Any) -> float:
     """Float32 sums per thread."""
     each: int = tile.m * tile.n
     if product.decodes:
-        each = tile.n * (256 if product.format else tile.k) * (product.top_k if product.role == "decode down" else 1)
+        each = tile.n * (_STRIP if product.format else tile.k) * (product.top_k if product.role == "decode down" else 1)
     threads: int = 32 * tile.warps
     return each * (2 if product.gated else 1) / threads
 

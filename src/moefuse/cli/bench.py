@@ -45,7 +45,10 @@ def bench(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures, the machine and the command as plain data.")
     ] = False,
-    save: Annotated[Path | None, typer.Option(help="Write that plain data into this file.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write that plain data into this file; a .md gets the formats of --weights as a table."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this .png.")] = None,
 ) -> None:
     """Time a mixture-of-experts layer: ours, the peers, and the least the machine allows.
@@ -63,6 +66,8 @@ def bench(
         training=training,
     )
     _refuse_output(save, plot, case)
+    if save is not None and save.suffix == ".md" and weights is None:
+        options.stop("--save", "a .md is a table of the formats of --weights")
     if training and plot is not None:
         options.stop("--plot", "it draws the forward alone; leave out --training")
     if training and weights is not None:
@@ -107,7 +112,8 @@ def bench(
         else:
             report.print_matrix(results, console)
     if save is not None:
-        save.write_text(report.as_text(results) + "\n", encoding="utf-8")
+        text = report.page(results) if save.suffix == ".md" else report.as_text(results) + "\n"
+        save.write_text(text, encoding="utf-8")
     if plot is not None:
         from moefuse.bench.plot import write_plot
 
