@@ -487,6 +487,17 @@ def test_strange_scales_give_what_the_reference_gives(T, name, rng) -> None:
         assert not finite.all()
 
 
+@pytest.mark.parametrize("T", [3, 20], ids=["vectors", "tiles"])
+def test_blocks_in_planes_are_put_in_order(T, rng) -> None:
+    """The kernels read the file's own order; other arrangements give the same bits."""
+    x, ids = torch.randn(T, 256, generator=rng).to(DEVICE), torch.zeros(T, 1, dtype=torch.int32, device=DEVICE)
+    up, down = (random_blocks("Q6_K", shape, rng, 0.05).to(DEVICE) for shape in ((1, 512, 256), (1, 256, 256)))
+    weights = torch.ones(T, 1, device=DEVICE)
+    want = moefuse.experts(x, ids, weights, up, down, backend=BACKEND)
+    got = moefuse.experts(x, ids, weights, up.arranged("planes"), down.arranged("planes"), backend=BACKEND)
+    assert torch.equal(got, want)
+
+
 #: kernel -> a change that breaks it, and a case that must see it
 BREAKS: dict[str, tuple[str, str, str]] = {
     "route": ("simd_min(best == winner ? at : 0xffffffffu)", "simd_max(best == winner ? at : 0u)", "route/edges"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import moefuse
+from moefuse.bench import check, inputs
 from moefuse.bench import tune as search
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core import select
@@ -107,6 +108,25 @@ def test_a_fast_wrong_tile_never_wins() -> None:
         best, finding = found(trial)
         assert not wide(best)
         assert finding.wrong > 0
+
+
+def test_a_value_rounded_the_other_way_is_no_wrong_tile() -> None:
+    """Hidden values in 8 bits: a sum in another order moves one of them by a step, which float32's bound would see."""
+    rng = torch.Generator().manual_seed(3)
+    hidden, step = torch.randn(768, generator=rng), 3 / 127
+    down = torch.randn(2048, 768, generator=rng) * 768**-0.5
+    other = hidden.clone()
+    other[5] += step
+    shape = Shape("custom", 4, 2048, 768, 2)
+
+    def bound(spec: str) -> Tolerance:
+        layer = inputs.make_layers(shape.in_blocks(spec, spec), torch.float32, CPU, 1)[0]
+        return check.tile_tolerance(layer, torch.float32)
+
+    got, want = [(down @ other)[None]], [(down @ hidden)[None]]
+    assert search._agree(got, want, bound("Q4_K"))
+    assert not search._agree(got, want, bound("Q4_K:exact"))
+    assert not search._agree([want[0] * 1.01], want, bound("Q4_K"))
 
 
 def test_a_tile_that_is_not_always_the_same_never_wins() -> None:

@@ -198,7 +198,7 @@ class OnCard:
     def __init__(self, layers: list[inputs.Layer], tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots = inputs.make_slots(layers, tokens, dtype, device)
         self.experts = next(c for c in ours(layers[0], dtype, "triton") if c.scope == EXPERTS)
-        self.tolerance = check.plain_tolerance(layers[0], dtype)
+        self.tolerance = check.tile_tolerance(layers[0], dtype)
         error = self.experts.error(self.experts.call(self.slots[0]), self.slots[0])
         if not error.within(self.experts.tolerance):
             raise ValueError(f"the built-in tiles give a wrong result, so none are searched: {error.where}")
