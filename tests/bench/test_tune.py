@@ -234,6 +234,44 @@ def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert difference(trial.results()[0], want).worst < 2e-6
 
 
+@pytest.mark.skipif(not tuned.INTERPRETED, reason="a GPU is here: its own tiles are searched by `moefuse tune`")
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("spec", [None, "Q6_K:exact"])
+def test_tiles_reach_linear(T: int, spec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the experts: what is tried is what runs, gives the same, and is gone afterwards."""
+    used: list[int] = []
+    module = importlib.import_module("moefuse.backends.triton.linear")
+    plainly = module.launch
+
+    def spy(*given: Any, **options: Any) -> None:
+        used.append(options["A_FORM"].block_n)
+        plainly(*given, **options)
+
+    monkeypatch.undo()  # the built-in table as it is
+    monkeypatch.setattr(module, "launch", spy)
+    linear = search.Linear(48, 256, spec)
+    monkeypatch.setattr(inputs, "GRAPH_LAYERS", 1)
+    monkeypatch.setattr(search.machine, "cache_bytes", lambda _: 1)
+    real = search.LinearOnCard(linear, T, torch.float32, CPU)
+    assert len(real.slots) == 1
+    x, weight = real.slots[0]
+    want = moefuse.linear(x.double(), weight if spec else weight.double(), backend="reference")
+    product = linear.product(T, torch.float32)
+    built_in = product.built_in(CPU)
+    # A time that is shorter the wider the tile that ran last.
+    monkeypatch.setattr(real, "seconds", lambda: (real.results(), 1.0 / used[-1])[1])
+    ticks = itertools.count()
+    best, finding = search.search(product, real, CPU, 6.0, lambda: float(next(ticks)), lambda: None)
+    assert finding.wrong == finding.failed == 0
+    assert best.n > built_in.n
+    assert best.m == built_in.m
+    assert best.n in used
+    with tuned.trying(product, best):
+        assert difference(real.results()[0], want).worst < 1e-5
+    real.results()
+    assert used[-1] == built_in.n, "a search leaves no tile behind"
+
+
 def _spy(real: Callable[..., None], used: set[int]) -> Callable[..., None]:
     def launch(*args: Any, **options: Any) -> None:
         used.add(options["FORM"].block_n)
@@ -390,6 +428,27 @@ def test_each_format_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("pretended", "on_a_card")
+def test_linear_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_card(linear: search.Linear, count: int, dtype: torch.dtype, _: Any) -> Made:
+        made = Made(lambda tile: 1e-5 if tile.warps == 8 else 2e-5)
+        made.products = (linear.product(count, dtype),)
+        return made
+
+    monkeypatch.setattr(search, "LinearOnCard", on_card)
+    words = ["--linear", "48x256", "--weights", "Q4_K,q6-k:exact", "--tokens", "1,16,300"]
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for part in ("linear: 48 columns of 256", "linear Q4_K", "linear Q6_K", "4 of 4 products", "of one product"):
+        assert part in result.output
+    for count in (1, 16):
+        for name in ("Q4_K", "Q6_K"):
+            tile = tuned.linear_tile_for(count, 48, 256, 2, CPU, name)
+            assert tile.warps == 8
+        other = search.Linear(48, 256).product(count, torch.bfloat16)
+        assert tuned.linear_tile_for(count, 48, 256, 2, CPU, "") == other.built_in(CPU)
+
+
+@pytest.mark.usefixtures("pretended", "on_a_card")
 def test_a_narrow_terminal_gets_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=50, file=io.StringIO(), force_terminal=True, no_color=True)
     monkeypatch.setattr(command, "Console", lambda **_: console)
@@ -436,6 +495,7 @@ def test_without_a_gpu_it_says_so() -> None:
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--weights", "Q9"], "format must be one of Q4_K"),
         (["--tokens", "0"], "positive whole numbers"),
+        (["--linear", "48x256"], "not both"),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str) -> None:
@@ -469,3 +529,20 @@ def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatc
     assert search.tune(
         layer, [many], torch.bfloat16, CPU, 1.0, lambda *_: None, trial=lambda _: Made(lambda _: 1.0)
     ) == ([], {})
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--linear", "48"], "such as 5120x2048, got '48'"),
+        (["--linear", "0x256"], "such as 5120x2048"),
+        (["--linear", "48x250", "--weights", "Q8_0"], "multiple of 32"),
+        (["--linear", "48x256", "--weights", "Q4_K/Q6_K"], "a linear has one format"),
+        (["--linear", "48x256", "--tokens", "17,300"], "up to 16 tokens"),
+    ],
+)
+def test_mistakes_about_a_linear_are_told(words: list[str], message: str) -> None:
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
