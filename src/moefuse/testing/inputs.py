@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple(map_tensors(item, change) for item in value)
     if isinstance(value, QuantTensor):
-        return QuantTensor(change(value.blocks), value.format, value.exact)
+        return replace(value, blocks=change(value.blocks))
     if isinstance(value, moefuse.Plan):
         tensors = {name: change(t) for name, t in value.tensors.items()}
         return moefuse.Plan(**tensors, top_k=value.top_k, trusted=True)
