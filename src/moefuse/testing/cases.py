@@ -259,10 +259,14 @@ def run(
     *,
     gradients: bool = True,
     strange: Strange | None = None,
+    arrangement: str | None = None,
 ) -> Outcome:
-    """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone."""
+    """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone.
+
+    ``arrangement``: of the blocks, instead of the one that the device's backend reads.
+    """
     made = case.inputs(seed, dtype)
-    here = {name: map_tensors(value, lambda t: t.to(device)) for name, value in made.items()}
+    here = make.moved(made, device, arrangement)
     if strange is not None:
         made, here = strange.change(made), strange.change(here)
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
