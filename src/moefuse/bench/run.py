@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moefuse.bench import inputs, machine, timing, training
-from moefuse.bench.contestants import BLOCK, EXPERTS, ROUTE_PLAN, TRAINING, Contestant, ours, refusal, theirs
+from moefuse.bench.contestants import BLOCK, EXPERTS, LORA, ROUTE_PLAN, TRAINING, Contestant, ours, refusal, theirs
 from moefuse.bench.floor import Floor, Probe
 from moefuse.bench.peers import Peer
 from moefuse.bench.result import FLOOR, OURS, Result, Row
@@ -32,7 +32,8 @@ class Options:
     Attributes:
         repeat: rounds per token count; None: as many as ``budget`` allows.
         budget: seconds of turns per token count.
-        training: time forward and backward of the experts, all gradients, instead of the forward.
+        training: time forward and backward of the experts, all gradients, instead of the forward; of experts in blocks
+            the step of adapters on them, beside the same step on numbers.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,11 @@ def modes(device: torch.device) -> tuple[str, ...]:
     return ("graph", "eager") if device.type == "cuda" else ("wall",)
 
 
+def held(shape: Shape, options: Options) -> Shape:
+    """The shape whose layers must find room: adapters on blocks are timed beside the same weights in numbers."""
+    return dataclasses.replace(shape, weights=None) if options.training else shape
+
+
 @torch.no_grad()
 def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick) -> Result:
     """Ours, the peers and the floor on one layer of this shape, for each token count."""
@@ -55,7 +61,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
     tick("measuring the floor", 0.0)
     limits = Floor.measure(dtype, device)
     tick("making weights", 0.05)
-    layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))
+    layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(held(shape, options), dtype, device))
     result = Result(
         title=shape.describe(),
         dtype=name_of(dtype),
@@ -91,6 +97,8 @@ def _at_tokens(
     read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), float(shape.flops(T))
     if options.training:
         field, scope = [training.ours(layers[0], dtype, options.backend)], TRAINING
+        if shape.weights is not None:
+            field, scope = training.adapted(layers, dtype, options.backend), LORA
         read, flops = training.work(shape, slots, T, dtype)
     rows: list[Row] = []
     for peer in peers:
@@ -104,7 +112,7 @@ def _at_tokens(
     least = rates.seconds(read, flops)
     rows = sorted([*measured, *rows], key=lambda row: (row.name != OURS, ("", *modes(device)).index(row.mode)))
     for row in rows:
-        if row.scope in (BLOCK, EXPERTS, TRAINING) and row.seconds:
+        if row.scope in (BLOCK, EXPERTS, TRAINING, LORA) and row.seconds:
             row.times_floor, row.read_bytes = row.seconds / least, read
             row.bytes_per_second = read / row.seconds
             row.bandwidth_share = row.bytes_per_second / rates.bandwidth

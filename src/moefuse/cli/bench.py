@@ -16,9 +16,12 @@ from moefuse import backends, config
 from moefuse.bench import case as bench_cases
 from moefuse.bench import inputs, machine, peers, report
 from moefuse.bench.result import Result
-from moefuse.bench.run import Options, bench_shape
+from moefuse.bench.run import Options, bench_shape, held
 from moefuse.cli import options
 from moefuse.testing.cases import CASES
+
+
+_TRAINING = "Time forward and backward of the experts; with --weights, of adapters on them, beside frozen numbers."
 
 
 def bench(
@@ -43,7 +46,7 @@ def bench(
     case: Annotated[
         str | None, typer.Option(help="Time a case of the case table instead, such as experts/few.")
     ] = None,
-    training: Annotated[bool, typer.Option("--training", help="Time forward and backward of the experts.")] = False,
+    training: Annotated[bool, typer.Option("--training", help=_TRAINING)] = False,
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds per token count, instead of a budget.")] = None,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per token count; at least 5 rounds.")] = 5.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -70,8 +73,6 @@ def bench(
     _refuse_output(save, plot, case)
     if training and plot is not None:
         options.stop("--plot", "it draws the forward alone; leave out --training")
-    if training and weights is not None:
-        options.stop("--weights", "experts in blocks are frozen; leave out --training")
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     capped = config.cap_onednn() if settings.device.type == "cpu" else None
     busy = machine.busy()
@@ -89,7 +90,7 @@ def bench(
     else:
         counts, rivals = options.tokens(tokens), [peers.load(name) for name in _peers(against)]
         shape = options.in_blocks(options.shape(model, sizes), weights)
-        refusal = inputs.fits(shape, settings.dtype, settings.device)
+        refusal = inputs.fits(held(shape, settings), settings.dtype, settings.device)
         if refusal is not None:
             options.stop("MODEL", refusal)
         result = _run(lambda tick: bench_shape(shape, counts, rivals, settings, tick))
