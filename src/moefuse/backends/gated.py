@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moefuse.backends.codes import interleaved
+from moefuse.quant.arrange import FILE
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Stacks, Weight
 
@@ -35,7 +36,8 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, weight: Weight) -> Rows:
-        return cls(weight.blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
+        """Blocks come in the file's own order."""
+        return cls(weight.arranged(FILE).blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
 
 
 class Weights(NamedTuple):

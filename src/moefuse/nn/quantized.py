@@ -61,7 +61,7 @@ class QuantModule(nn.Module):
         if kept is not None and kept.blocks is blocks and kept.dtype is dtype and not compiling:
             return kept
         form, colon, _ = self.spec.partition(":")
-        made = ModuleWeight(blocks, form, bool(colon), dtype)
+        made = ModuleWeight(blocks, form, bool(colon), dtype=dtype)
         if not compiling:
             self._kept = made
         return made
@@ -164,7 +164,7 @@ class QuantEmbedding(QuantModule, nn.Embedding):  # type: ignore[misc]  # its we
     def forward(self, input: Tensor) -> Tensor:
         """Numbers of words ``[..]`` to rows ``[.., size]``."""
         weight = self.weight
-        return QuantTensor(nn.functional.embedding(input, weight.blocks), weight.format).dequantize(weight.dtype)
+        return weight.rows(input).dequantize(weight.dtype)
 
     def dequantized(self) -> nn.Embedding:
         weight = self.weight

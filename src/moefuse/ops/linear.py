@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -162,7 +163,7 @@ def _transposed(backend: str | None, grad: Tensor, weight: Weight) -> Tensor:
     order = torch.arange(T, dtype=torch.int32, device=grad.device)
     counts = torch.full((1,), T, dtype=torch.int32, device=grad.device)
     plan = Plan(counts, torch.cat((counts - T, counts)), order, order, 1, trusted=True)
-    stack = QuantTensor(weight.blocks[None], weight.format, weight.exact)
+    stack = replace(weight, blocks=weight.blocks[None])
     by = inherit("grouped_linear_transposed", backend)
     return grouped_linear_transposed_op(by, grad.contiguous(), stack, plan, False, False)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.quant.arrange import FILE, check_arrangement, looked_up, rearrange_, rearranged, rows_of, wanted
 from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
@@ -27,6 +28,8 @@ class QuantTensor:
         blocks: uint8 ``[E, N, bytes of a row]``; rows follow each other without gaps, experts at any stride.
         format: a name in `moefuse.quant.formats.FORMATS`; "q4_k" becomes "Q4_K".
         exact: keep activations in float32. Otherwise a backend may round them to 8 bits per block, for speed.
+        arrangement: the order of bytes within each matrix, see `moefuse.quant.arrange`. "" is the file's own; `to`
+            gives the one that the backend of a device reads.
 
     >>> blocks = torch.tensor([0, 60] + [1, 255] * 16, dtype=torch.uint8)  # scale 1, then 1, -1, 1, -1, ..
     >>> stack = QuantTensor(blocks.repeat(4, 2, 3), "Q8_0")
@@ -39,11 +42,13 @@ class QuantTensor:
     blocks: Tensor
     format: str
     exact: bool = False
+    arrangement: str = FILE
 
     def __post_init__(self) -> None:
         form = format_of(self.format)
         if form.name != self.format:
             object.__setattr__(self, "format", form.name)
+        check_arrangement(self.arrangement)
         blocks = self.blocks
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
             got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
@@ -76,8 +81,9 @@ class QuantTensor:
 
     @property
     def spec(self) -> str:
-        """Format and mode in one string, as an op's schema carries them; `wrap` is the way back."""
-        return self.format + _EXACT if self.exact else self.format
+        """Format, arrangement and mode in one string, as an op's schema carries them; `wrap` is the way back."""
+        order = f":{self.arrangement}" if self.arrangement else ""
+        return self.format + order + _EXACT if self.exact else self.format + order
 
     def dim(self) -> int:
         return self.blocks.dim()
@@ -86,16 +92,46 @@ class QuantTensor:
         return self.blocks.shape[0]
 
     def __getitem__(self, index: int | slice) -> QuantTensor:
-        """Experts by number or slice: a view."""
+        """Experts by number or slice: a view. So are rows of a matrix, which are copied out of another arrangement."""
         if self.blocks.dim() < 2 or not isinstance(index, (int, slice)):
             raise TypeError(f"QuantTensor: experts are taken by number or slice, got {index!r} of {self}")
-        return replace(self, blocks=self.blocks[index])
+        if self.arrangement == FILE or self.blocks.dim() > 2:
+            return replace(self, blocks=self.blocks[index])
+        if isinstance(index, slice):
+            return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, index))
+        row = range(len(self))[index]
+        return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, slice(row, row + 1))[0])
+
+    def rows(self, ids: Tensor) -> QuantTensor:
+        """Rows of a matrix ``[N, K]`` by their numbers, ``[.., K]``: a copy, in the file's order."""
+        if self.blocks.dim() != 2:
+            raise ValueError(f"QuantTensor: rows are taken of a matrix [N, K], got shape {list(self.shape)}")
+        return replace(self, blocks=looked_up(self.blocks, self.format, self.arrangement, ids), arrangement=FILE)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantTensor:
-        """On another device. There is no other type to move to: see `dequantize`."""
+        """On another device, arranged as its backend reads blocks.
+
+        There is no other type to move to: see `dequantize`.
+        """
         if isinstance(device, torch.dtype):
             raise TypeError(f"QuantTensor: to() takes a device, got {device}; dequantize() gives numbers")
-        return replace(self, blocks=self.blocks.to(device, non_blocking=non_blocking))
+        # Only a GPU waits for a copy by itself before it rearranges.
+        moved = self.blocks.to(device, non_blocking=non_blocking and self.arrangement == FILE)
+        order = wanted(moved)
+        if order == self.arrangement:
+            return replace(self, blocks=moved)
+        if moved.device == self.device:
+            return self.arranged(order)
+        rearrange_(moved, self.format, self.arrangement, order)
+        return replace(self, blocks=moved, arrangement=order)
+
+    def arranged(self, arrangement: str) -> QuantTensor:
+        """The same weights in another arrangement, in memory of their own; itself where it has it already."""
+        if arrangement == self.arrangement:
+            return self
+        check_arrangement(arrangement)
+        blocks = rearranged(self.blocks, self.format, self.arrangement, arrangement)
+        return replace(self, blocks=blocks, arrangement=arrangement)
 
     def exactly(self, exact: bool = True) -> QuantTensor:
         """The same blocks with activations kept in float32."""
@@ -104,7 +140,7 @@ class QuantTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, in a tensor of their own: several times the memory of the blocks."""
         if self.blocks.dim() < 2 or self.shape.numel() <= _CHUNK:
-            return unpack(self.blocks, self.format).to(dtype)
+            return unpack(self.arranged(FILE).blocks, self.format).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.blocks.dim() > 2:
             for e in range(len(self)):
@@ -112,19 +148,22 @@ class QuantTensor:
             return out
         rows = max(_CHUNK // max(out.shape[1], 1), 1)
         for start in range(0, out.shape[0], rows):
-            out[start : start + rows] = unpack(self.blocks[start : start + rows], self.format)
+            out[start : start + rows] = unpack(self[start : start + rows].arranged(FILE).blocks, self.format)
         return out
 
     def __repr__(self) -> str:
+        order = f", {self.arrangement}" if self.arrangement else ""
         mode = ", exact" if self.exact else ""
-        return (
-            f"QuantTensor({self.format}, shape={list(self.shape)}, device={self.device}, {self.nbytes:,} bytes{mode})"
-        )
+        sizes = f"shape={list(self.shape)}, device={self.device}, {self.nbytes:,} bytes"
+        return f"QuantTensor({self.format}, {sizes}{order}{mode})"
 
 
 def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:
     """A weight from what an op's schema carries: the tensor itself, or blocks and their `QuantTensor.spec`."""
-    return weight if spec is None else QuantTensor(weight, spec.removesuffix(_EXACT), spec.endswith(_EXACT))
+    if spec is None:
+        return weight
+    name, _, order = spec.removesuffix(_EXACT).partition(":")
+    return QuantTensor(weight, name, spec.endswith(_EXACT), order)
 
 
 def unwrap(weight: Any) -> tuple[Any, str | None]:
@@ -146,4 +185,13 @@ def spec_of(text: str) -> str:
 
 def format_in(spec: str) -> str:
     """The format's name in a `QuantTensor.spec`."""
-    return spec.removesuffix(_EXACT)
+    return spec.partition(":")[0]
+
+
+def in_file_order(spec: str) -> str:
+    """A `QuantTensor.spec` without its arrangement.
+
+    >>> in_file_order("Q4_K:planes:exact")
+    'Q4_K:exact'
+    """
+    return format_in(spec) + (_EXACT if spec.endswith(_EXACT) else "")

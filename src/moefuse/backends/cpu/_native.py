@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefuse.backends.codes import Codes
 from moefuse.quant import formats as quant
-from moefuse.types import ACTIVATION_KINDS, SCORES, Weight
+from moefuse.quant.arrange import FILE
+from moefuse.quant.tensor import QuantTensor
+from moefuse.types import ACTIVATION_KINDS, SCORES, Projections, Stacks, Weight
+
+Weights = TypeVar("Weights", Stacks, Projections)
 
 core: Any = None
 import_error: str | None = None
@@ -33,6 +37,15 @@ threads = torch.get_num_threads
 def like(t: Weight | None, wanted: bool = True) -> Tensor | None:
     """Room for the gradient of ``t``, dense; None where there is none to write, as for blocks."""
     return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
+
+
+def in_file_order(weights: Weights) -> Weights:
+    """Blocks in the one arrangement that the kernels read."""
+    if not any(isinstance(value, QuantTensor) and value.arrangement != FILE for value in weights):
+        return weights
+    fields = weights._asdict().items()
+    found: dict[str, Any] = {name: w.arranged(FILE) for name, w in fields if isinstance(w, QuantTensor)}
+    return weights._replace(**found)
 
 
 def or_empty(gradients: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

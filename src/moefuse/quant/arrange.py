@@ -1,0 +1,158 @@
+"""Arrangements: the order in which a backend wants the bytes of a matrix in blocks.
+
+"" is the file's own order, rows of blocks. "planes" has each field of all blocks together, so that codes can be read in
+aligned words. Either is made from the other without loss, of the same size; what lies beside a matrix in its stack is
+not touched.
+
+In planes a code's low bits come first, then its high bits, then scales as stored, each ``[N, blocks of a row, bytes]``.
+Values four apart share a byte: the first four fill the lowest bits of a word's bytes, the next four the bits above.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from moefuse.quant.formats import FORMATS
+
+FILE, PLANES = "", "planes"
+ARRANGEMENTS = (FILE, PLANES)
+#: device type -> what its backend reads; any other reads the file's own order
+WANTED: dict[str, str] = {}
+
+# Bytes rearranged at a time: what caches hold, or what fills a GPU. A dozen times as many are in use meanwhile.
+_CHUNK, _GPU_CHUNK = 2**19, 2**23
+# How far apart values lie that share a byte of a plane.
+_APART = 4
+
+
+class Field(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a block.
+
+    Of codes with less than eight ``bits``, values ``apart`` from each other share a byte, the first in the lowest bits;
+    ``8 / bits * apart`` values later the next bytes begin.
+    """
+
+    start: int
+    stop: int
+    bits: int = 8
+    apart: int = 1
+
+
+#: the fields of each format in the order of their planes
+FIELDS: dict[str, tuple[Field, ...]] = {
+    "Q4_K": (Field(16, 144, 4, 32), Field(0, 16)),
+    "Q6_K": (Field(0, 128, 4, 64), Field(128, 192, 2, 32), Field(192, 208), Field(208, 210)),
+    "Q8_0": (Field(2, 34), Field(0, 2)),
+    "Q4_0": (Field(2, 18, 4, 16), Field(0, 2)),
+    "Q5_K": (Field(48, 176, 4, 32), Field(16, 48, 1, 32), Field(0, 16)),
+    "Q5_0": (Field(6, 22, 4, 16), Field(2, 6, 1, 1), Field(0, 2)),
+    "Q5_1": (Field(8, 24, 4, 16), Field(4, 8, 1, 1), Field(0, 4)),
+    "Q4_1": (Field(4, 20, 4, 16), Field(0, 4)),
+    "IQ4_NL": (Field(2, 18, 4, 16), Field(0, 2)),
+    "IQ4_XS": (Field(8, 136, 4, 16), Field(0, 8)),
+    "MXFP4": (Field(1, 17, 4, 16), Field(0, 1)),
+    "Q2_K": (Field(16, 80, 2, 32), Field(0, 16), Field(80, 84)),
+    "Q3_K": (Field(32, 96, 2, 32), Field(0, 32, 1, 32), Field(96, 108), Field(108, 110)),
+}
+
+
+def wanted(blocks: Tensor) -> str:
+    """The arrangement that the backend of these bytes' device reads."""
+    return WANTED.get(blocks.device.type, FILE)
+
+
+def check_arrangement(name: object) -> None:
+    if name not in ARRANGEMENTS:
+        raise ValueError(f"QuantTensor: arrangement must be one of {', '.join(map(repr, ARRANGEMENTS))}, got {name!r}")
+
+
+def rearranged(blocks: Tensor, name: str, before: str, after: str) -> Tensor:
+    """``[.., N, row bytes]`` of a format in another arrangement: dense memory of its own."""
+    made = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    _fill(made, blocks, name, before, after)
+    return made
+
+
+def rearrange_(blocks: Tensor, name: str, before: str, after: str) -> None:
+    """The same in place, with memory for a few matrices beside it."""
+    _fill(blocks, blocks, name, before, after)
+
+
+def rows_of(blocks: Tensor, name: str, arrangement: str, rows: slice) -> Tensor:
+    """Some rows of a matrix ``[N, row bytes]``, in its arrangement."""
+    if arrangement == FILE:
+        return blocks[rows]
+    parts = [view[rows].flatten() for view in _views(blocks, name, arrangement)]
+    return torch.cat(parts).view_as(blocks[rows])
+
+
+def looked_up(blocks: Tensor, name: str, arrangement: str, ids: Tensor) -> Tensor:
+    """Rows of a matrix ``[N, row bytes]`` by their numbers ``[..]``, in the file's order."""
+    if arrangement == FILE:
+        return embedding(ids, blocks)
+    parts = {}
+    for field, view in zip(FIELDS[name], _views(blocks, name, arrangement), strict=True):
+        rows = _repacked(embedding(ids, view.flatten(1)), field.bits, _APART, field.apart)
+        parts[field.start] = _cut(rows, field.stop - field.start)
+    return torch.cat([parts[start] for start in sorted(parts)], -1).flatten(-2)
+
+
+def _fill(target: Tensor, source: Tensor, name: str, before: str, after: str) -> None:
+    if source.numel() == 0 or source.is_meta:
+        return
+    if source.dim() > 3:
+        for into, one in zip(target, source, strict=True):
+            _fill(into, into if target is source else one, name, before, after)
+        return
+    in_place = target is source
+    while source.dim() < 3:
+        target, source = target[None], source[None]
+    chunk = _GPU_CHUNK if source.is_cuda else _CHUNK
+    matrices, rows = (max(chunk // size, 1) for size in (source[0].numel(), source.shape[-1]))
+    for into, part in zip(torch.split(target, matrices), torch.split(source, matrices), strict=True):
+        old = _views(part.clone() if in_place else part, name, before)
+        for field, there, here in zip(FIELDS[name], _views(into, name, after), old, strict=True):
+            apart = [field.apart if order == FILE else _APART for order in (before, after)]
+            for new, data in zip(torch.split(there, rows, 1), torch.split(here, rows, 1), strict=True):
+                new.copy_(_repacked(data, field.bits, *apart))
+
+
+def _views(blocks: Tensor, name: str, arrangement: str) -> list[Tensor]:
+    """Each field of ``[.., N, row bytes]`` where it lies: ``[.., N, blocks of a row, bytes of the field]``."""
+    form, (*lead, N, row) = FORMATS[name], blocks.shape
+    count, fields = row // form.nbytes, FIELDS[name]
+    if arrangement == FILE:
+        whole = _cut(blocks, form.nbytes)
+        return [whole[..., field.start : field.stop] for field in fields]
+    sizes = [N * count * (field.stop - field.start) for field in fields]
+    planes = torch.split(blocks.flatten(-2), sizes, -1)
+    return [plane.view(*lead, N, count, -1) for plane in planes]
+
+
+def _cut(data: Tensor, *sizes: int) -> Tensor:
+    """The last dimension in pieces of these sizes."""
+    *lead, last = data.shape
+    return data.view(*lead, last // math.prod(sizes), *sizes)
+
+
+def _repacked(data: Tensor, bits: int, before: int, after: int) -> Tensor:
+    """Bytes of codes ``[.., n]`` with other values together in a byte."""
+    if bits == 8 or before == after:
+        return data
+    mask, shifts = 2**bits - 1, range(0, 8, bits)
+    in_words = before % _APART == after % _APART == 0
+    if in_words:  # four bytes at a time, which stay together; a copy, for a word wants an address of its own kind
+        data = data.clone(memory_format=torch.contiguous_format).view(torch.int32)
+        before, after, mask = before // _APART, after // _APART, mask * 0x01010101
+    fields = _cut(data, before)
+    codes = torch.stack([fields >> shift & mask for shift in shifts], -2)
+    parts = _cut(codes.flatten(-3), len(shifts), after).unbind(-2)
+    made: Tensor = functools.reduce(operator.or_, [part << shift for part, shift in zip(parts, shifts, strict=True)])
+    return made.flatten(-2).view(torch.uint8) if in_words else made.flatten(-2)
