@@ -162,9 +162,7 @@ def _adapted_error(got: tuple[Tensor, ...], slot: Slot, adapters: ExpertsLoRA) -
     return check.worst(found)
 
 
-def _one_expert_errors(
-    d_factors: list[Tensor], slot: Slot, adapters: ExpertsLoRA, expert: int
-) -> Iterator[Difference]:
+def _one_expert_errors(d_factors: list[Tensor], slot: Slot, adapters: ExpertsLoRA, expert: int) -> Iterator[Difference]:
     rows = (slot.ids == expert).any(-1).nonzero().squeeze(1)
     share = torch.where(slot.ids == expert, slot.weights, 0).sum(-1, keepdim=True)[rows].cpu().double()
     factors = {name: value.requires_grad_() for name, value in _factors(adapters, expert).items()}

@@ -20,7 +20,6 @@ from moefuse.bench.run import Options, bench_shape, held
 from moefuse.cli import options
 from moefuse.testing.cases import CASES
 
-
 _TRAINING = "Time forward and backward of the experts; with --weights, of adapters on them, beside frozen numbers."
 
 

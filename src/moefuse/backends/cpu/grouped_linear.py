@@ -21,5 +21,7 @@ def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, g
 
 def grouped_linear_transposed(grad: Tensor, weight: Weight, plan: Plan, gather: bool, scatter: bool) -> Tensor:
     d_x = torch.empty((plan.assignments, weight.shape[2]), dtype=grad.dtype)
+    if isinstance(weight, QuantTensor):
+        weight = weight.arranged(FILE)
     _native.core.grouped_linear_transposed(grad, weight, plan, gather, scatter, d_x, _native.threads())
     return d_x

@@ -35,7 +35,18 @@ def _decoded(w_ptr, stride_wk, start, K, column, width, DECODE: tl.constexpr, WH
 
 @triton.jit
 def _plus_product(
-    acc, a, a_strides, w, w_strides, rows, place, K, a_first, DECODE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr
+    acc,
+    a,
+    a_strides,
+    w,
+    w_strides,
+    rows,
+    place,
+    K,
+    a_first,
+    DECODE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """acc + a[row, a_first : a_first + K] @ w[0 : K, columns].
 
