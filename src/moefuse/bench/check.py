@@ -15,7 +15,8 @@ from moefuse.testing.cases import tolerance_of
 from moefuse.testing.compare import EXACT, Difference, Tolerance, difference
 
 _SAMPLED_TOKENS = 8
-_PEER_IN_BLOCKS = Tolerance(1.5e-1, 8e-2, "activations in 8 bits, with a scale for 256 of them")
+#: a peer's, and ours of a gradient
+IN_8_BITS = Tolerance(1.5e-1, 8e-2, "activations in 8 bits, with a scale for 256 of them")
 _PEER_TOLERANCE = {
     torch.float32: Tolerance(2e-5, 2e-5, "library products, and sums in an order of their own"),
     torch.bfloat16: Tolerance(4e-2, 2e-2, "every step rounds to bf16, and so does each addition of an eager loop"),
@@ -56,7 +57,7 @@ def grown(base: Tolerance, layer: Layer) -> Tolerance:
 
 
 def peer_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
-    return _PEER_TOLERANCE[dtype] if layer.shape.weights is None else _PEER_IN_BLOCKS
+    return _PEER_TOLERANCE[dtype] if layer.shape.weights is None else IN_8_BITS
 
 
 def sample(tokens: int) -> Tensor:

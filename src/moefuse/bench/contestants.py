@@ -15,7 +15,7 @@ from moefuse.bench.peers import Peer
 from moefuse.bench.result import OURS, PLAIN
 from moefuse.testing.compare import Difference, Tolerance
 
-BLOCK, EXPERTS, ROUTE_PLAN, TRAINING = "block", "experts", "route+plan", "training"
+BLOCK, EXPERTS, ROUTE_PLAN, TRAINING, LORA = "block", "experts", "route+plan", "training", "lora"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from moefuse.bench import inputs, machine, timing, training
 from moefuse.bench.contestants import (
     BLOCK,
     EXPERTS,
+    LORA,
     ROUTE_PLAN,
     TRAINING,
     Contestant,
@@ -42,7 +43,8 @@ class Options:
     Attributes:
         repeat: rounds per token count; None: as many as ``budget`` allows.
         budget: seconds of turns per token count.
-        training: time forward and backward of the experts, all gradients, instead of the forward.
+        training: time forward and backward of the experts, all gradients, instead of the forward; of experts in blocks
+            the step of adapters on them, beside the same step on numbers.
     """
 
     dtype: torch.dtype
@@ -58,6 +60,11 @@ def modes(device: torch.device) -> tuple[str, ...]:
     return ("graph", "eager") if device.type == "cuda" else ("wall",)
 
 
+def held(shape: Shape, options: Options) -> Shape:
+    """The shape whose layers must find room: adapters on blocks are timed beside the same weights in numbers."""
+    return dataclasses.replace(shape, weights=None) if options.training else shape
+
+
 @torch.no_grad()
 def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick) -> Result:
     """Ours, the peers and the floor on one layer of this shape, for each token count."""
@@ -70,12 +77,15 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
 def bench_formats(
     shapes: Sequence[Shape], tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick
 ) -> list[Result]:
-    """The same of one layer in several block formats, each taking turns with the layer in plain numbers."""
+    """The same of one layer in several block formats, each taking turns with the layer in plain numbers.
+
+    In training those numbers are the blocks' own.
+    """
     dtype, device = options.dtype, options.device
     tick("measuring the floor", 0.0)
     limits, plain = Floor.measure(dtype, device), shapes[0].plain
     layers: list[inputs.Layer] = []
-    if inputs.fits(plain, dtype, device) is None:
+    if not options.training and inputs.fits(plain, dtype, device) is None:
         layers = inputs.make_layers(plain, dtype, device, inputs.layer_count(plain, dtype, device))
     results = []
     for step, shape in enumerate(shapes):
@@ -85,7 +95,7 @@ def bench_formats(
             tick(f"{name}: {label}", (step + share) / len(shapes))
 
         results.append(_bench(shape, tokens, peers, limits, layers, options, advance))
-        if not layers:
+        if not layers and not options.training:
             results[-1].notes.append(f"no room for the layer in {name_of(dtype)} beside the one in {name}")
     return results
 
@@ -102,7 +112,7 @@ def _bench(
     """``plain``: layers in numbers to take turns with, where this one is in blocks."""
     dtype, device = options.dtype, options.device
     tick("making weights", 0.05)
-    layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(shape, dtype, device))
+    layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(held(shape, options), dtype, device))
     result = Result(
         title=shape.describe(),
         dtype=name_of(dtype),
@@ -137,9 +147,15 @@ def _at_tokens(
     slots = inputs.make_slots(layers, T, dtype, device)
     field = ours(layers[0], dtype, options.backend)
     scope = EXPERTS
-    read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), float(shape.flops(T))
+    read, read_plain = (
+        statistics.mean(s.active_bytes(slot.ids, dtype) for slot in slots) for s in (shape, shape.plain)
+    )
+    flops = float(shape.flops(T))
     if options.training:
         field, scope = [training.ours(layers[0], dtype, options.backend)], TRAINING
+        if shape.weights is not None:
+            field, scope = training.adapted(layers, dtype, options.backend), LORA
+            read_plain *= 2
         read, flops = training.work(shape, slots, T, dtype)
     if plain:
         field += in_numbers(slots, plain, dtype, options.backend)
@@ -156,10 +172,8 @@ def _at_tokens(
     order = {OURS: 0, PLAIN: 1}
     rows = sorted([*measured, *rows], key=lambda row: (order.get(row.name, 2), ("", *modes(device)).index(row.mode)))
     for row in rows:
-        if row.scope in (BLOCK, EXPERTS, TRAINING) and row.seconds:
-            mine = read
-            if row.name == PLAIN:
-                mine = statistics.mean(shape.plain.active_bytes(slot.ids, dtype) for slot in slots)
+        if row.scope in (BLOCK, EXPERTS, TRAINING, LORA) and row.seconds:
+            mine = read_plain if row.name == PLAIN else read
             row.times_floor, row.read_bytes = row.seconds / rates.seconds(mine, flops), mine
             row.bytes_per_second = mine / row.seconds
             row.bandwidth_share = row.bytes_per_second / rates.bandwidth

@@ -16,9 +16,11 @@ from moefuse import backends, config
 from moefuse.bench import case as bench_cases
 from moefuse.bench import inputs, machine, peers, report
 from moefuse.bench.result import Result
-from moefuse.bench.run import Options, bench_formats, bench_shape
+from moefuse.bench.run import Options, bench_formats, bench_shape, held
 from moefuse.cli import options
 from moefuse.testing.cases import CASES
+
+_TRAINING = "Time forward and backward of the experts; with --weights, of adapters on them, beside frozen numbers."
 
 
 def bench(
@@ -38,7 +40,7 @@ def bench(
     case: Annotated[
         str | None, typer.Option(help="Time a case of the case table instead, such as experts/few.")
     ] = None,
-    training: Annotated[bool, typer.Option("--training", help="Time forward and backward of the experts.")] = False,
+    training: Annotated[bool, typer.Option("--training", help=_TRAINING)] = False,
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds per token count, instead of a budget.")] = None,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per token count; at least 5 rounds.")] = 5.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -70,8 +72,6 @@ def bench(
         options.stop("--save", "a .md is a table of the formats of --weights")
     if training and plot is not None:
         options.stop("--plot", "it draws the forward alone; leave out --training")
-    if training and weights is not None:
-        options.stop("--weights", "experts in blocks are frozen; leave out --training")
     # Before the first product: torch's own bfloat16 ones kill the process where AMX is advertised and traps.
     capped = config.cap_onednn() if settings.device.type == "cpu" else None
     busy = machine.busy()
@@ -92,7 +92,8 @@ def bench(
         shapes = [shape] if weights is None else options.in_blocks(shape, weights)
         if plot is not None and len(shapes) > 1:
             options.stop("--plot", "it draws one format; give --weights one")
-        refusal = next(filter(None, (inputs.fits(each, settings.dtype, settings.device) for each in shapes)), None)
+        needed = [inputs.fits(held(each, settings), settings.dtype, settings.device) for each in shapes]
+        refusal = next(filter(None, needed), None)
         if refusal is not None:
             options.stop("MODEL", refusal)
         if weights is None:
