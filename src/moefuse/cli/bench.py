@@ -14,27 +14,41 @@ from rich.console import Console
 
 from moefuse import backends, config
 from moefuse.bench import case as bench_cases
-from moefuse.bench import inputs, machine, peers, report
+from moefuse.bench import inputs, machine, peers, report, whole
 from moefuse.bench.result import Result
 from moefuse.bench.run import Options, bench_formats, bench_shape, held
 from moefuse.cli import options
 from moefuse.testing.cases import CASES
 
 _TRAINING = "Time forward and backward of the experts; with --weights, of adapters on them, beside frozen numbers."
+_TOKENS, _PROMPTS = "1,16,512", "512,64"
+_PEERS = "hf-grouped,hf-batched,hf-eager"
 
 
 def bench(
-    model: options.Model = None,
+    model: Annotated[
+        str | None, typer.Argument(help=f"{options.MODEL} Or a GGUF file, which is timed whole.", show_default=False)
+    ] = None,
     experts: options.Experts = None,
     hidden: options.Hidden = None,
     intermediate: options.Intermediate = None,
     top_k: options.TopK = None,
-    tokens: options.Tokens = "1,16,512",
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Token counts, with commas between; without it, {_TOKENS}, and {_PROMPTS} for prompts of a file."
+        ),
+    ] = None,
     dtype: options.Dtype = "bfloat16",
     weights: options.Weights = None,
     against: Annotated[
-        str, typer.Option(help="Peers, with commas between, or none.")
-    ] = "hf-grouped,hf-batched,hf-eager",
+        str | None,
+        typer.Option(help=f"Peers, with commas between, or none; without it, {_PEERS}; for a file llama-cpp or none."),
+    ] = None,
+    library: Annotated[
+        Path | None,
+        typer.Option(help="llama.cpp's library or its folder, for a file; without it, that of llama-cpp-python."),
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Our backend; by default the device's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
     case: Annotated[
@@ -53,18 +67,35 @@ def bench(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this .png.")] = None,
 ) -> None:
-    """Time a mixture-of-experts layer: ours, the peers, and the least the machine allows.
+    """Time a mixture-of-experts layer: ours, the peers, and the least the machine allows; or a whole GGUF model.
 
-    Every result is compared with float64 first; what is wrong gets no figure, and exit code 1 if it is ours.
+    Every result of a layer is compared with float64 first; what is wrong gets no figure, and exit code 1 if it is ours.
     """
     sizes = (experts, hidden, intermediate, top_k)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    if model is not None and model.endswith(".gguf"):
+        for option, value in {
+            "sizes": next((size for size in sizes if size is not None), None), "--weights": weights, "--case": case,
+            "--backend": backend, "--training": training or None, "--plot": plot,
+            "--dtype": None if dtype == "bfloat16" else dtype, "--device": None if device == "cpu" else device,
+        }.items():  # fmt: skip
+            if value is not None:
+                options.stop(option, "a GGUF file is timed whole, as moefuse run runs it on the CPU: leave it out")
+        _refuse_output(save, None, None)
+        rounds = whole.ROUNDS if repeat is None else repeat
+        _whole(
+            Path(model), options.tokens(tokens or _PROMPTS), against, library, rounds, threads, command, as_json, save
+        )
+        return
+    if library is not None:
+        options.stop("--library", "it is for a GGUF file; a layer is timed with the libraries of llama-cpp-python")
     settings = Options(
         dtype=options.dtype(dtype),
         device=options.device(device),
         backend=backend if backend is None else options.known("--backend", backend, backends.names()),
         repeat=repeat,
         budget=budget,
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command,
         training=training,
     )
     _refuse_output(save, plot, case)
@@ -87,7 +118,7 @@ def bench(
             options.stop("--dtype", f"case {chosen.id} is not for {dtype}")
         results = _run(lambda tick: [bench_cases.bench_case(chosen, settings, tick)])
     else:
-        counts, rivals = options.tokens(tokens), [peers.load(name) for name in _peers(against)]
+        counts, rivals = options.tokens(tokens or _TOKENS), [peers.load(name) for name in _peers(against or _PEERS)]
         shape = options.shape(model, sizes)
         shapes = [shape] if weights is None else options.in_blocks(shape, weights)
         if plot is not None and len(shapes) > 1:
@@ -125,6 +156,45 @@ def bench(
                 typer.echo(f"{what}: {path}")
     if any(result.ours_failed for result in results):
         raise typer.Exit(1)
+
+
+def _whole(
+    path: Path,
+    prompts: list[int],
+    against: str | None,
+    library: Path | None,
+    rounds: int,
+    threads: int | None,
+    command: str,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    """A GGUF file, from its first byte to its tokens."""
+    asked = against or ("none" if library is None else whole.LLAMA_CPP)
+    busy = machine.busy()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        found = None
+        if options.known("--against", asked, (whole.LLAMA_CPP, "none")) != "none":
+            found = whole.find_library(library)
+    except ValueError as error:
+        options.stop("--against" if library is None else "--library", str(error))
+    with options.progress() as tick:
+        try:
+            result = whole.bench_file(path, prompts, found, rounds, command, tick)
+        except ValueError as error:
+            options.stop("MODEL", str(error))
+    result.notes += [] if busy is None else [busy]
+    text = whole.as_text(result)
+    if as_json:
+        typer.echo(text)
+    else:
+        whole.print_result(result, Console())
+    if save is not None:
+        save.write_text(text + "\n", encoding="utf-8")
+        if not as_json:
+            typer.echo(f"figures: {save}")
 
 
 def _peers(text: str) -> list[str]:

@@ -19,8 +19,8 @@ from moefuse.types import dtype_named
 DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_MODEL = "qwen3-30b-a3b"
 
-_MODEL = f"One of {', '.join(shapes.names())}; without it, {DEFAULT_MODEL}."
-Model = Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)]
+MODEL = f"One of {', '.join(shapes.names())}; without it, {DEFAULT_MODEL}."
+Model = Annotated[str | None, typer.Argument(help=MODEL, show_default=False)]
 Experts = Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")]
 Hidden = Annotated[int | None, typer.Option(help="hidden size,")]
 Intermediate = Annotated[int | None, typer.Option(help="intermediate size of one expert,")]
