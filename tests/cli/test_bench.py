@@ -142,6 +142,21 @@ def test_formats_beside_each_other(tmp_path: Path) -> None:
             )
 
 
+def test_training_on_formats(tmp_path: Path) -> None:
+    """Adapters on frozen blocks, each format beside its own numbers."""
+    figures = tmp_path / "bench.json"
+    words = [*WHOLE, *QUICK, "--training", "--against", "none", "--weights", "Q4_K,Q8_0:exact", "--save", str(figures)]
+    code, output = invoke(*words)
+    assert code == 0, output
+    for result in json.loads(figures.read_text()):
+        rows = {(row["tokens"], row["name"]): row for row in result["rows"]}
+        for T in (1, 6):
+            mine, plain = rows[T, "moefuse"], rows[T, "moefuse plain"]
+            assert mine["scope"] == plain["scope"] == "lora"
+            assert mine["over_plain"] == mine["seconds"] / plain["seconds"]
+            assert mine["read_bytes"] / plain["read_bytes"] == pytest.approx(result["bits"] / 32)
+
+
 def test_formats_as_a_page(tmp_path: Path) -> None:
     """For a document: the experts and the block, formats under each other, tokens side by side."""
     saved = tmp_path / "formats.md"
