@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from moefuse import config
-from moefuse.bench.contestants import BLOCK, EXPERTS
+from moefuse.bench.contestants import EXPERTS, ROUTE_PLAN
 from moefuse.bench.result import FLOOR, OURS, PLAIN, Result, Row
 
 FORMAT = 1
@@ -98,7 +98,7 @@ def _who(row: Row, dtype: str) -> str:
 
 def matrix(results: Sequence[Result]) -> Table:
     """Block formats under each other, one section per token count: what each takes, its floor, and numbers' time."""
-    dtype = results[0].dtype
+    dtype, (scope, *others) = results[0].dtype, _scopes(results)
     shown = Table(
         title=f"{results[0].title.split(' in ')[0]}, formats beside {dtype}",
         title_justify="left",
@@ -108,26 +108,29 @@ def matrix(results: Sequence[Result]) -> Table:
         pad_edge=False,
     )
     peers = list(dict.fromkeys(name for result in results for row in result.rows for name in row.faster_than))
-    headings = ("experts", "floor", "x\nfloor", dtype, f"over\n{dtype}", "block", f"over\n{dtype} ", "error")
-    for heading in ("T", "weights", "bits", *headings, *(f"gain,\n{name}" for name in peers)):
+    headings = ["T", "weights", "bits", scope, "floor", "x\nfloor", dtype, f"over\n{dtype}"]
+    headings += [heading for other in others for heading in (other, f"over\n{dtype}")]
+    for heading in (*headings, "error", *(f"gain,\n{name}" for name in peers)):
         shown.add_column(heading, justify="left" if heading == "weights" else "right", no_wrap=True)
     for T in dict.fromkeys(row.tokens for result in results for row in result.rows):
         for first, result in zip((True, *[False] * len(results)), results, strict=False):
-            experts, block, plain, floor = (_first(result, T, *of) for of in _IN_MATRIX)
-            cells = [str(T) if first else "", result.weights, _number(result.bits, ".4g"), _time(experts), _time(floor)]
-            cells += [_number(experts.times_floor, ".2f"), _time(plain), _number(experts.over_plain, ".2f")]
-            cells += [_time(block), _number(block.over_plain, ".2f"), _number(experts.error_rms, ".1e")]
-            cells += [_number(experts.faster_than.get(name), ".2f", "x") for name in peers]
-            shown.add_row(*cells, style="red" if experts.wrong or block.wrong or plain.wrong else "")
+            mine, plain, floor = (_first(result, T, name, scope) for name in (OURS, PLAIN, FLOOR))
+            cells = [str(T) if first else "", result.weights, _number(result.bits, ".4g"), _time(mine), _time(floor)]
+            cells += [_number(mine.times_floor, ".2f"), _time(plain), _number(mine.over_plain, ".2f")]
+            more = [_first(result, T, OURS, other) for other in others]
+            cells += [cell for row in more for cell in (_time(row), _number(row.over_plain, ".2f"))]
+            cells += [_number(mine.error_rms, ".1e")]
+            cells += [_number(mine.faster_than.get(name), ".2f", "x") for name in peers]
+            shown.add_row(*cells, style="red" if any(row.wrong for row in (mine, plain, *more)) else "")
         shown.add_section()
     return shown
 
 
 def page(results: Sequence[Result]) -> str:
-    """The same for a document, in Markdown: a table of the experts and one of the whole block, formats by tokens."""
+    """The same for a document, in Markdown: a table of each, the experts and the whole block, formats by tokens."""
     dtype, counts = results[0].dtype, list(dict.fromkeys(row.tokens for result in results for row in result.rows))
     found = []
-    for scope in (EXPERTS, BLOCK):
+    for scope in _scopes(results):
         lines = [f"| {scope}: time, over {dtype}, over its floor | bits | {' | '.join(f'T={T}' for T in counts)} |"]
         lines.append("|---" * (len(counts) + 2) + "|")
         plain = [_cell(_median(_first(result, T, PLAIN, scope) for result in results)) for T in counts]
@@ -153,8 +156,10 @@ def _cell(row: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-#: whose times stand in a row of the matrix
-_IN_MATRIX = ((OURS, EXPERTS), (OURS, BLOCK), (PLAIN, EXPERTS), (FLOOR, EXPERTS))
+def _scopes(results: Sequence[Result]) -> list[str]:
+    """What ran in blocks and in numbers: the experts before the whole block."""
+    found = {row.scope for result in results for row in result.rows if row.name == OURS} - {ROUTE_PLAN}
+    return sorted(found, key=lambda scope: (scope != EXPERTS, scope))
 
 
 def _first(result: Result, tokens: int | None, name: str, scope: str) -> Row:
