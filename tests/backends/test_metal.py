@@ -452,10 +452,10 @@ def test_random_bytes_decode_bit_for_bit(name, rng) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("T", [3, 40], ids=["vectors", "tiles"])
+@pytest.mark.parametrize("T", [3, 12], ids=["vectors", "tiles"])
 def test_strange_scales_give_what_the_reference_gives(T, name, rng) -> None:
     """An infinite or NaN scale spoils the results of its own row and expert, and no other."""
-    E, H, I = 3, 256, 512
+    E, H, I = 3, 256, 256
 
     def stack(strange: int, *shape: int) -> QuantTensor:
         made = random_blocks(name, shape, rng, shape[-1] ** -0.5)
