@@ -25,7 +25,7 @@ struct Matrix {
 using Tensor = Matrix<const void>;
 using Output = Matrix<void>;
 
-// [E, N, K] with K contiguous, or in blocks along K; strides in bytes.
+// [E, N, K] with K contiguous, or in blocks along K (along N where it is transposed); strides in bytes.
 struct Weight {
   const void* data = nullptr;
   WeightType type = WeightType::f32;
@@ -180,6 +180,11 @@ void check_plan(const Plan& plan);
 // x [T, K] or [S, K] -> y [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
 void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
                     int threads);
+
+// grad [S, N] -> d_x [S, K], what `grouped_linear` does to x turned round: `gather` reads rows of slots, `scatter`
+// writes them.
+void grouped_linear_transposed(Tensor grad, const Weight& weight, const Plan& plan, bool gather, bool scatter,
+                               Output d_x, int threads);
 
 // x [T, K] -> out [T, N of all], the weights' results side by side; residual is like out, or absent.
 void linear(Tensor x, const Projections& projections, Tensor residual, Output out, int threads);

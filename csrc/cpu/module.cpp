@@ -71,6 +71,7 @@ NB_MODULE(_core, m) {
   def(m, "gate_backward", gate_backward);
   def(m, "plan", plan);
   def(m, "grouped_linear", grouped_linear);
+  def(m, "grouped_linear_transposed", grouped_linear_transposed);
   def(m, "grouped_outer", grouped_outer);
   def(m, "linear", linear);
   def(m, "glu", glu);

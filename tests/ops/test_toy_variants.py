@@ -12,7 +12,7 @@ from moefuse import Activation, QuantTensor, Routing, types
 from moefuse.ops import glu, route
 from moefuse.ops._core import schema
 from moefuse.ops._core.schema import Signature
-from moefuse.quant import blocks, formats
+from moefuse.quant import arrange, blocks, formats
 from moefuse.testing.cases import runnable
 
 NATIVE = [target for target in runnable() if target[0] == "cpu"]
@@ -73,6 +73,8 @@ def test_a_toy_format(monkeypatch):
     stack = QuantTensor(torch.randint(256, (2, 5, 64), dtype=torch.uint8), "TOY")
     numbers = 0.25 * stack.blocks.view(torch.int8).float()
     assert torch.equal(stack.dequantize(), numbers)
+    monkeypatch.setitem(arrange.FIELDS, "TOY", (arrange.Field(0, 32),))
+    assert torch.equal(stack.arranged("planes").dequantize(), numbers)
     x, plan = torch.randn(3, 64), moefuse.plan(torch.tensor([[0], [1], [0]]), 2)
     got = moefuse.grouped_linear(x, stack, plan, gather=True, scatter=True, backend="reference")
     assert_close(got, torch.stack([x[0] @ numbers[0].T, x[1] @ numbers[1].T, x[2] @ numbers[0].T]))

@@ -508,10 +508,62 @@ void integer_dots(const Dots& d) {
   dots<F, Integer<F>>(d);
 }
 
+// The blocks at `at` of kLanes rows, of which `live` are written: bytes as they lie, so that a row's numbers leave in
+// their order. The same operations as in `expand`, and so the same bits.
+template <class F>
+inline void decode_block(Slices from, int64_t at, int64_t live, float* out, int64_t pitch) {
+  constexpr int kGroups = F::kSize / F::kGroup, kVecs = 16 / kLanes;
+  Vec d, offset[kGroups];
+  Shorts scale[kGroups];
+  F::head(from, at, {&d, scale, offset});
+  alignas(32) float factors[kGroups][kLanes], offsets[kGroups][kLanes];
+#pragma GCC unroll 16
+  for (int g = 0; g < kGroups; ++g) {
+    store(factors[g], F::kScales ? d * to_float(low_halves(scale[g])) : d);
+    if constexpr (F::kHasOffsets) store(offsets[g], offset[g]);
+  }
+  each_chunk<F>([&]<int C>() __attribute__((always_inline)) {
+    Bytes q[4 * ((F::kChunkSlices - 1) * F::kChunkStep + 1)];
+    F::template chunk<C>(from, at, q);
+#pragma GCC unroll 4
+    for (int s = 0; s < F::kChunkSlices; ++s) {
+      int slice = F::first_slice(C) + s * F::kChunkStep, g = slice * 16 / F::kGroup;
+#pragma GCC unroll 8
+      for (int l = 0; l < kLanes; ++l) {
+        if (l >= live) break;
+        Vec v[kVecs];
+        widen_slice<F::kSigned>(q[4 * s * F::kChunkStep + l % 4], l, v);
+        float* to = out + l * pitch + 16 * slice;
+#pragma GCC unroll 4
+        for (int i = 0; i < kVecs; ++i) {
+          if constexpr (F::kCentre > 0) v[i] = v[i] - splat(F::kCentre);
+          v[i] = v[i] * splat(factors[g][l]);
+          if constexpr (F::kHasOffsets) v[i] = v[i] + splat(offsets[g][l]);
+          store(to + i * kLanes, v[i]);
+        }
+      }
+    }
+  });
+}
+
+template <class F>
+void decode_rows(const char* const* rows, int64_t count, int64_t n, float* out, int64_t pitch) {
+  for (int64_t r = 0; r < count; r += kLanes) {
+    int64_t live = count - r < kLanes ? count - r : kLanes;
+    const char* some[kLanes];
+    // Lanes past the end repeat the last row.
+    for (int64_t l = 0; l < kLanes; ++l) some[l] = rows[r + (l < live ? l : live - 1)];
+    for (int64_t b = 0; b < n / F::kSize; ++b) {
+      decode_block<F>({some}, b * F::kBytes, live, out + r * pitch + b * F::kSize, pitch);
+    }
+  }
+}
+
 template <class F>
 constexpr BlockFormat kBlockFormat = {
     {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F>},
     {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Exact<F>>},
+    decode_rows<F>,
 };
 
 }  // namespace

@@ -64,6 +64,8 @@ struct Format {
 // A block format with activations rounded to 8 bits in groups of 32, and with activations in f32.
 struct BlockFormat {
   Format rounded, exact;
+  // The numbers of n elements, whole blocks, of each of `count` rows: out [count, pitch].
+  void (*decode)(const char* const* rows, int64_t count, int64_t n, float* out, int64_t pitch);
 };
 
 struct Kernels {

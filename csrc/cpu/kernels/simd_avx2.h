@@ -163,6 +163,16 @@ inline Bytes look_up(const uint8_t* table, Bytes i) {
   return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(both, reinterpret_cast<__m256i>(i)));
 }
 
+// Row l of `load_slices`: its 16 bytes, signed or not, as numbers. v is out[l % 4].
+template <bool Signed>
+inline void widen_slice(Bytes v, int l, Vec* out) {
+  auto both = reinterpret_cast<__m256i>(v);
+  __m128i row = l < 4 ? _mm256_castsi256_si128(both) : _mm256_extracti128_si256(both, 1);
+  __m128i rest = _mm_srli_si128(row, 8);
+  out[0] = _mm256_cvtepi32_ps(Signed ? _mm256_cvtepi8_epi32(row) : _mm256_cvtepu8_epi32(row));
+  out[1] = _mm256_cvtepi32_ps(Signed ? _mm256_cvtepi8_epi32(rest) : _mm256_cvtepu8_epi32(rest));
+}
+
 // The f16 in the low half of each lane.
 inline Vec from_f16(Words w) {
   __m256i low = _mm256_and_si256(reinterpret_cast<__m256i>(w), _mm256_set1_epi32(0xffff));

@@ -198,6 +198,13 @@ inline Bytes look_up(const uint8_t* table, Bytes i) {
   return out;
 }
 
+// Row l of `load_slices`: its 16 bytes, signed or not, as numbers. v is out[l].
+template <bool Signed>
+inline void widen_slice(Bytes v, int, Vec* out) {
+  auto byte = [&](int i) { return static_cast<float>(Signed ? static_cast<int8_t>(v[i]) : v[i]); };
+  for (int i = 0; i < 4; ++i) out[i] = Vec{byte(4 * i), byte(4 * i + 1), byte(4 * i + 2), byte(4 * i + 3)};
+}
+
 // The f16 in the low half of each lane.
 inline Vec from_f16(Words w) {
   Vec out;

@@ -101,10 +101,6 @@ class Backward {
   int64_t token(int64_t p) const { return a_.plan.order[p] / top_k_; }
   float share(int64_t p) const { return element(a_.weights, a_.plan.order[p]); }
 
-  const char* stack_row(int64_t expert, int64_t row) const {
-    return a_.stacks.up && row >= I_ ? row_of(a_.stacks.up, expert, row - I_) : row_of(a_.stacks.gate_up, expert, row);
-  }
-
   // Where the gradient of a stack row goes; null when it is not wanted.
   char* d_stack_row(int64_t expert, int64_t row) const {
     Output to = a_.stacks.up && row >= I_ ? to_.up : to_.gate_up;
@@ -120,9 +116,7 @@ class Backward {
     PanelBuffers& own = buffers_[worker];
     if (needs_g_) {
       PanelRows rows(a_.d.dtype, panel, [&](int64_t p) { return row_of(a_.d, token(p), H_); });
-      const Weight& down = a_.stacks.down;
-      multiply_transposed(rows, H_, [&](int64_t row) { return row_of(down, panel.expert, row); }, down.dtype(), column,
-                          width, own);
+      multiply_transposed(rows, H_, {panel.expert, a_.stacks.down, H_}, column, width, own);
     }
     for (int64_t m = 0; m < panel.rows; ++m) {
       int64_t p = panel.row + m;
@@ -277,8 +271,9 @@ class Backward {
     PanelBuffers& own = buffers_[worker];
     int64_t width = std::min(kPanelColumns, end - column);
     PanelRows rows(Dtype::f32, panel, [&](int64_t p) { return reinterpret_cast<const char*>(d_z_ + p * rows_); });
-    multiply_transposed(rows, rows_, [&](int64_t row) { return stack_row(panel.expert, row); },
-                        a_.stacks.gate_up.dtype(), column, width, own);
+    const Stacks& stacks = a_.stacks;
+    WeightRows weight{panel.expert, stacks.gate_up, stacks.gate_up.N, stacks.up ? &stacks.up : nullptr};
+    multiply_transposed(rows, rows_, weight, column, width, own);
     for (int64_t m = 0; m < panel.rows; ++m) {
       int64_t s = a_.plan.order[panel.row + m];
       std::copy_n(own.acc + m * kPanelColumns, width, slots_ + s * chunk_ + column - first);

@@ -77,8 +77,7 @@ void gate_backward(Tensor d_weights, Tensor d_normed, Tensor x, const Router& ro
     int64_t column = task % strips * kPanelColumns;
     int64_t width = std::min(kPanelColumns, H - column);
     PanelRows rows(Dtype::f32, panel, [&](int64_t t) { return reinterpret_cast<const char*>(d_logits + t * E); });
-    multiply_transposed(rows, E, [&](int64_t e) { return row_of(weight, 0, e); }, weight.dtype(), column, width,
-                        buffers[worker]);
+    multiply_transposed(rows, E, {0, weight, E}, column, width, buffers[worker]);
     for (int64_t m = 0; m < panel.rows; ++m) {
       std::copy_n(buffers[worker].acc + m * kPanelColumns, width, d_rows + (panel.row + m) * H + column);
     }

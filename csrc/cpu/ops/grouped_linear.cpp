@@ -1,6 +1,7 @@
 // grouped_linear: an expert's weight times its rows.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "ops/grouped.h"
 #include "ops/transposed.h"
@@ -58,8 +59,7 @@ void by_columns(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, P
     int64_t width = std::min(kPanelColumns, N - column);
     PanelRows rows(x.dtype, panel, [&](int64_t p) { return row_of(x, positions.x(p), K); });
     PanelBuffers& own = all[worker];
-    multiply_transposed(rows, K, [&](int64_t row) { return row_of(weight, panel.expert, row); }, weight.dtype(),
-                        column, width, own);
+    multiply_transposed(rows, K, {panel.expert, weight, K}, column, width, own);
     if (bias) {
       float line[kPanelColumns];
       k.decode(bias.dtype, row_of(bias, panel.expert, N) + column * size_of(bias.dtype), line, width);
@@ -86,6 +86,14 @@ void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& pla
   auto run = weight.transposed ? by_columns : by_rows;
   run(x, weight, bias, plan, {plan, x.rows, gather, scatter}, y, threads);
   trim_scratch();
+}
+
+void grouped_linear_transposed(Tensor grad, const Weight& weight, const Plan& plan, bool gather, bool scatter,
+                               Output d_x, int threads) {
+  Weight turned = weight;
+  std::swap(turned.N, turned.K);
+  turned.transposed = !weight.transposed;
+  grouped_linear(grad, turned, {}, plan, gather, scatter, d_x, threads);
 }
 
 }  // namespace moefuse

@@ -25,6 +25,7 @@ from typing import Any
 #: every op that a backend may have a function for
 _OPS = (
     *("route", "gate", "plan", "grouped_linear", "grouped_outer", "glu", "combine", "experts"),
+    "grouped_linear_transposed",
     *("route_backward", "gate_backward", "glu_backward", "combine_backward", "tail_backward", "experts_backward"),
     *("linear", "rope", "attend"),
 )
@@ -73,7 +74,8 @@ def functions_in(package: str) -> dict[str, Callable[..., Any]]:
     """The ops of a backend, each from the module of its own name, or of the op whose gradient it is a part of."""
     found: dict[str, Callable[..., Any]] = {}
     for op in _OPS:
-        homes = (f"{package}.{stem}" for stem in (op, op.removesuffix("_backward"), op.replace("tail_", "combine_")))
+        stems = op, op.removesuffix("_backward"), op.removesuffix("_transposed"), op.replace("tail_", "combine_")
+        homes = (f"{package}.{stem}" for stem in dict.fromkeys(stems))
         modules = (importlib.import_module(home) for home in homes if importlib.util.find_spec(home))
         run = next((getattr(module, op) for module in modules if hasattr(module, op)), None)
         if run is not None:

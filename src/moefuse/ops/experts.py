@@ -16,7 +16,6 @@ from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
 from moefuse.ops.combine import check_out, check_tail, combine_reference, fresh_outputs, results_of
 from moefuse.ops.combine_backward import tail_backward, tail_tensors
-from moefuse.ops.composed import composed
 from moefuse.ops.experts_backward import experts_backward
 from moefuse.ops.glu import check_activation, check_layout, glu_reference
 from moefuse.ops.grouped_linear import grouped_linear_reference
@@ -107,8 +106,6 @@ def experts(
         if not torch.compiler.is_compiling():
             choose("experts", x, backend, stacks.specs)  # a choice that cannot run is refused in this op's name
         plan = plan or make_plan(ids, down.shape[0], backend=backend)
-        if any(stacks.specs):
-            return composed(x, ids, weights, stacks, plan, rule, tail, backend)
     summed, normed, _ = _experts(backend, x, ids, weights, stacks, plan, rule, tail, tracked)
     return summed if norm_weight is None else (summed, normed)
 

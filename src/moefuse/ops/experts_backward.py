@@ -1,7 +1,8 @@
 """experts_backward: the gradients of experts, from its inputs and the pre-activations that its forward kept.
 
 Kept are x, the pre-activation ``z [S, 2I]`` and the routing, never a tensor of ``S * H``: the gradient of a weight is
-``<act(z), d_out @ down>``, so the experts' outputs are not needed again.
+``<act(z), d_out @ down>``, so the experts' outputs are not needed again. Stacks in blocks are frozen: gradients pass
+through them, from the blocks as they are, to the rest.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.library import define, prove, refuse_second_order, untraced
 from moefuse.ops.glu import glu_backward_reference, glu_reference
-from moefuse.ops.grouped_linear import grouped_linear_reference
+from moefuse.ops.grouped_linear import grouped_linear_transposed_reference
 from moefuse.ops.grouped_outer import grouped_outer_reference
-from moefuse.types import Activation, Plan, Stacks, Wanted
+from moefuse.types import Activation, Plan, Stacks, Wanted, Weight
 
 _Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -55,7 +56,6 @@ def experts_backward_reference(
     found = dict.fromkeys(Wanted._fields, torch.empty(0))
     (T, top_k), E = weights.shape, plan.num_experts
     order, layout = plan.order.long(), stacks.layout
-    gate_up, up, down = stacks.numbers
     positions = torch.arange(plan.assignments, device=d.device, dtype=plan.offsets.dtype)
     live = (positions < plan.offsets[-1]).unsqueeze(1)
     share = widen(weights).reshape(-1, 1)[order].where(live, 0)
@@ -66,7 +66,7 @@ def experts_backward_reference(
     h = glu_reference(wide_z, None, activation, layout)
     g = torch.zeros_like(h)
     if wanted.weights or needs_d_z:
-        g = grouped_linear_reference(rows, down.transpose(1, 2), None, plan, False, False)
+        g = grouped_linear_transposed_reference(rows, stacks.down, plan, False, False)
     if wanted.weights:
         along = (h * g).sum(-1, keepdim=True)
         if stacks.down_bias is not None:
@@ -75,23 +75,31 @@ def experts_backward_reference(
         found["weights"] = along.where(live, 0)[plan.inverse.long()].view(T, top_k).to(weights.dtype)
     if needs_d_z:
         d_z = glu_backward_reference(share * g, wide_z, None, activation, layout)[0]
-        stack = gate_up if up is None else torch.cat((gate_up, up), 1)
         if wanted.x:
-            d_slots = grouped_linear_reference(d_z, stack.transpose(1, 2), None, plan, False, True)
+            d_slots = _into_slots(d_z, stacks, plan)
             found["x"] = d_slots.view(T, top_k, -1).sum(1).to(x.dtype) if T else torch.empty_like(x)
         if wanted.gate_up or wanted.up:
-            d_stack = grouped_outer_reference(d_z, widen(x), plan, True, False).to(gate_up.dtype)
-            found["gate_up"], found["up"] = (d_stack, d_stack) if up is None else d_stack.chunk(2, 1)
+            d_stack = grouped_outer_reference(d_z, widen(x), plan, True, False).to(x.dtype)
+            found["gate_up"], found["up"] = (d_stack, d_stack) if stacks.up is None else d_stack.chunk(2, 1)
         if stacks.gate_up_bias is not None and wanted.gate_up_bias:
             found["gate_up_bias"] = _bias_gradient(d_z, plan).to(stacks.gate_up_bias.dtype)
     if wanted.down:
-        found["down"] = grouped_outer_reference(share * rows, h, plan, False, False).to(down.dtype)
+        found["down"] = grouped_outer_reference(share * rows, h, plan, False, False).to(x.dtype)
     if stacks.down_bias is not None and wanted.down_bias:
         found["down_bias"] = _bias_gradient(share * rows, plan).to(stacks.down_bias.dtype)
     # A custom op's results must not share memory.
     return _seven(
         found[name].clone() if want else d.new_empty(0) for name, want in zip(Wanted._fields, wanted, strict=True)
     )
+
+
+def _into_slots(d_z: Tensor, stacks: Stacks, plan: Plan) -> Tensor:
+    """``d_z @ gate_up``, and ``@ up`` where it comes apart: rows in slot order."""
+    if stacks.up is None:
+        return grouped_linear_transposed_reference(d_z, stacks.gate_up, plan, False, True)
+    pairs = zip(d_z.chunk(2, 1), (stacks.gate_up, stacks.up), strict=True)
+    gate, up = (grouped_linear_transposed_reference(part, stack, plan, False, True) for part, stack in pairs)
+    return gate + up
 
 
 def _seven(tensors: Iterable[Tensor]) -> _Seven:
@@ -146,10 +154,10 @@ def _fake(
     wanted: Wanted,
     _reuse_z: bool,
 ) -> _Seven:
-    gate_up, up, down = stacks.numbers
-    inputs = (x, weights, gate_up, up, down, stacks.gate_up_bias, stacks.down_bias)
+    inputs: tuple[Weight | None, ...] = (x, weights, stacks.gate_up, stacks.up, stacks.down)
+    inputs += (stacks.gate_up_bias, stacks.down_bias)
     return _seven(
-        t.new_empty(t.shape) if want and t is not None else d.new_empty(0)
+        t.new_empty(t.shape) if want and isinstance(t, Tensor) else d.new_empty(0)
         for t, want in zip(inputs, wanted, strict=True)
     )
 

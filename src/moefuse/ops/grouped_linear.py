@@ -81,9 +81,9 @@ def grouped_linear_reference(
 
 
 def grouped_linear_transposed_reference(
-    grad: Tensor, weight: QuantTensor, plan: Plan, gather: bool, scatter: bool
+    grad: Tensor, weight: Weight, plan: Plan, gather: bool, scatter: bool
 ) -> Tensor:
-    """The input gradient where the weight is in blocks, which have no transposed view."""
+    """The input gradient ``[S, K]``; an op of its own for weights in blocks, which have no transposed view."""
     grads = widen(grad[plan.order.long()] if gather else grad)
     d_x = grads.new_zeros(plan.assignments, weight.shape[2])
     for e, run in expert_runs(plan):
@@ -128,6 +128,20 @@ def _backward(
     return found
 
 
+def _transposed_backward(
+    needs: Mapping[str, bool],
+    grads: tuple[Tensor],
+    backend: str | None,
+    weight: Weight,
+    plan: Plan,
+    gather: bool,
+    scatter: bool,
+) -> Gradients:
+    """The transpose of the transpose is the product itself."""
+    (grad,) = grads
+    return {"grad": _grouped_linear(backend, grad, weight, None, plan, scatter, gather) if needs["grad"] else None}
+
+
 _grouped_linear = define(
     grouped_linear_reference,
     "x",
@@ -138,4 +152,5 @@ grouped_linear_transposed_op = define(
     grouped_linear_transposed_reference,
     "grad",
     fake=lambda grad, weight, plan, *_: grad.new_empty(plan.assignments, weight.shape[2]),
+    rule=Rule(_transposed_backward),
 )

@@ -24,7 +24,7 @@ from moefuse.quant.formats import FORMATS
 FILE, PLANES = "", "planes"
 ARRANGEMENTS = (FILE, PLANES)
 #: device type -> what its backend reads; any other reads the file's own order
-WANTED: dict[str, str] = {}
+WANTED = {"cpu": FILE}
 
 # Bytes rearranged at a time: what caches hold, or what fills a GPU. A dozen times as many are in use meanwhile.
 _CHUNK, _GPU_CHUNK = 2**19, 2**23
@@ -82,7 +82,8 @@ def rearranged(blocks: Tensor, name: str, before: str, after: str) -> Tensor:
 
 def rearrange_(blocks: Tensor, name: str, before: str, after: str) -> None:
     """The same in place, with memory for a few matrices beside it."""
-    _fill(blocks, blocks, name, before, after)
+    if before != after:
+        _fill(blocks, blocks, name, before, after)
 
 
 def rows_of(blocks: Tensor, name: str, arrangement: str, rows: slice) -> Tensor:

@@ -122,8 +122,7 @@ class QuantTensor:
             return replace(self, blocks=moved)
         if moved.device == self.device:
             return self.arranged(order)
-        rearrange_(moved, self.format, self.arrangement, order)
-        return replace(self, blocks=moved, arrangement=order)
+        return arrange_(replace(self, blocks=moved), order)
 
     def arranged(self, arrangement: str) -> QuantTensor:
         """The same weights in another arrangement, in memory of their own; itself where it has it already."""
@@ -156,6 +155,12 @@ class QuantTensor:
         mode = ", exact" if self.exact else ""
         sizes = f"shape={list(self.shape)}, device={self.device}, {self.nbytes:,} bytes"
         return f"QuantTensor({self.format}, {sizes}{order}{mode})"
+
+
+def arrange_(weight: QuantTensor, arrangement: str) -> QuantTensor:
+    """As `QuantTensor.arranged`, in the bytes themselves, which nobody else may be reading."""
+    rearrange_(weight.blocks, weight.format, weight.arrangement, arrangement)
+    return replace(weight, arrangement=arrangement)
 
 
 def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:

@@ -22,15 +22,15 @@ def experts_backward(
     wanted: Wanted,
     reuse_z: bool,  # noqa: ARG001  # gradients of z are float32 here, and z may not be
 ) -> tuple[Tensor, ...]:
-    gate_up, up, down = stacks.numbers
     gradients = SimpleNamespace(
         x=like(x, wanted.x),
         weights=like(weights, wanted.weights),
-        gate_up=like(gate_up, wanted.gate_up),
-        up=like(up, wanted.up),
-        down=like(down, wanted.down),
+        gate_up=like(stacks.gate_up, wanted.gate_up),
+        up=like(stacks.up, wanted.up),
+        down=like(stacks.down, wanted.down),
         gate_up_bias=like(stacks.gate_up_bias, wanted.gate_up_bias),
         down_bias=like(stacks.down_bias, wanted.down_bias),
     )
+    stacks = _native.in_file_order(stacks)
     _native.core.experts_backward(d, x, z, weights, stacks, plan, activation, gradients, _native.threads())
     return or_empty(vars(gradients).values())

@@ -1,4 +1,4 @@
-"""grouped_linear on the CPU."""
+"""grouped_linear on the CPU, and the gradient of its input through blocks."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, g
         weight = weight.arranged(FILE)
     _native.core.grouped_linear(x, weight, bias, plan, gather, scatter, y, _native.threads())
     return y
+
+
+def grouped_linear_transposed(grad: Tensor, weight: Weight, plan: Plan, gather: bool, scatter: bool) -> Tensor:
+    d_x = torch.empty((plan.assignments, weight.shape[2]), dtype=grad.dtype)
+    if isinstance(weight, QuantTensor):
+        weight = weight.arranged(FILE)
+    _native.core.grouped_linear_transposed(grad, weight, plan, gather, scatter, d_x, _native.threads())
+    return d_x

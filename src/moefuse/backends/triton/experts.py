@@ -38,7 +38,7 @@ def experts(
     gate_up = up_weights(stacks, gated)
     hidden = torch.empty((T * top_k, I), dtype=x.dtype, device=x.device)
     if z is not None:
-        tile = product_tile(T * top_k / E, size, gated, x.device)
+        tile = product_tile(T * top_k / E, size, gated, x.device, gate_up.w.format or gate_up.u.format)
         product(x, gate_up, plan, activation, hidden, tile, gather=True, fill=True, z=z)
         _down_by_columns(hidden, weights, stacks, plan, ids, tail, outputs)
         return
@@ -58,17 +58,19 @@ def _down_by_columns(
     hidden: Tensor, weights: Tensor, stacks: Stacks, plan: Plan, ids: Tensor, tail: Tail, outputs: Outputs
 ) -> None:
     """The down product and its sum, some columns at a time where all of them would be much memory."""
-    _, _, weight = stacks.numbers
+    weight = rows_of(stacks.down)
     T, H = outputs.out.shape
     S, E, size = plan.assignments, plan.num_experts, hidden.element_size()
-    tile, width = product_tile(S / E, size, False, hidden.device), slot_columns(S, H, size)
+    tile = product_tile(S / E, size, False, hidden.device, weight.format)
+    width = slot_columns(S, H, size)
     plain = tail.shared is None and tail.residual is None and tail.norm_weight is None
     summed = outputs.out if plain else None
     if width < H and summed is None:
         summed = torch.empty((T, H), dtype=torch.float32, device=hidden.device)
     for first in range(0, H, width):
         some = slice(first, first + width)
-        down = Weights.of(weight[:, some], None if stacks.down_bias is None else stacks.down_bias[:, some])
+        rows = weight._replace(data=weight.data[:, some])
+        down = Weights(rows, rows, None if stacks.down_bias is None else stacks.down_bias[:, some])
         y = torch.empty((S, down.w.data.shape[1]), dtype=hidden.dtype, device=hidden.device)
         product(hidden, down, plan, None, y, tile)
         if summed is None:

@@ -11,106 +11,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import slot_sum
-from moefuse.backends.triton.grouped_linear import described, find_tile, most_tiles, z_columns
+from moefuse.backends.triton.grouped_linear import z_columns
+from moefuse.backends.triton.grouped_linear_transposed import transposed_product
 from moefuse.backends.triton.grouped_outer import outer
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.runtime.tiles import Tile, slot_columns, transposed_tile
+from moefuse.backends.triton.runtime.tiles import slot_columns
 from moefuse.types import Activation, Plan, Stacks, Wanted
-
-
-@triton.jit
-def _plus_product(acc, a, a_strides, w, w_strides, rows, place, K, a_first, BLOCK_K: tl.constexpr):
-    """acc + a[row, a_first : a_first + K] @ w[0 : K, columns].
-
-    ``a`` and ``w`` are pointer and descriptor or None; that of w is at the expert's first row, ``at_row``.
-    """
-    a_ptr, a_desc = a
-    w_ptr, w_desc = w
-    stride_am, stride_ak = a_strides
-    stride_wk, stride_wn = w_strides
-    row, live, inside = rows
-    first, at_row, column = place
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    k = tl.arange(0, BLOCK_K)
-    n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
-    a_ptrs = a_ptr + row[:, None] * stride_am + (a_first + k)[None, :] * stride_ak
-    w_ptrs = w_ptr + k.to(tl.int64)[:, None] * stride_wk + n[None, :] * stride_wn
-    for start in range(0, K, BLOCK_K):
-        left = K - start
-        # [BLOCK_M, BLOCK_K]
-        if a_desc is not None:
-            left_tile = a_desc.load([first, a_first + start])
-        else:
-            left_tile = tl.load(a_ptrs, mask=live[:, None] & (k < left)[None, :], other=0.0)
-            a_ptrs += BLOCK_K * stride_ak
-        # [BLOCK_K, BLOCK_N]
-        if w_desc is not None:
-            right_tile = w_desc.load([at_row + start, column])
-        else:
-            right_tile = tl.load(w_ptrs, mask=(k < left)[:, None] & inside[None, :], other=0.0)
-            w_ptrs += BLOCK_K * stride_wk
-        acc = tl.dot(left_tile, right_tile, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit(do_not_specialize=["S", "divisor"])
-def _transposed_kernel(
-    a_ptr,
-    w_ptr,
-    u_ptr,
-    a_desc,
-    w_desc,
-    u_desc,
-    offsets_ptr,
-    order_ptr,
-    out_ptr,
-    S,
-    divisor,
-    sizes,
-    strides,
-    GATHER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """A [BLOCK_M, BLOCK_N] tile of one expert's rows times a transposed weight, whose rows are summed; out [S, N].
-
-    With a u, the sum goes on over K2 more columns of a, with the rows of u.
-    Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
-    """
-    wait()
-    launch_dependents()
-    E, N, K, K2, w_rows = sizes
-    stride_am, stride_ak, stride_we, stride_wk, stride_wn, stride_ue, stride_uk, stride_un = strides
-    a_strides = (stride_am, stride_ak)
-    columns = tl.cdiv(N, BLOCK_N)
-    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
-    if expert >= E:
-        return
-    column = tl.program_id(0) % columns * BLOCK_N
-    p = first + tl.arange(0, BLOCK_M)
-    live = p < stop
-    n = column + tl.arange(0, BLOCK_N)
-    inside = n < N
-    row = p
-    if GATHER:
-        row = tl.load(order_ptr + p, mask=live, other=0) // divisor
-    row = row.to(tl.int64)
-    stack = expert.to(tl.int64)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    a, rows, place = (a_ptr, a_desc), (row, live, inside), (first, expert * w_rows, column)
-    w = (w_ptr + stack * stride_we, w_desc)
-    acc = _plus_product(acc, a, a_strides, w, (stride_wk, stride_wn), rows, place, K, 0, BLOCK_K)
-    if u_ptr is not None:
-        u = (u_ptr + stack * stride_ue, u_desc)
-        acc = _plus_product(acc, a, a_strides, u, (stride_uk, stride_un), rows, place, K2, K, BLOCK_K)
-    out_ptrs = out_ptr + p.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -184,55 +93,6 @@ def _derivatives_kernel(
         tl.store(d_weights_ptr + s, tl.sum(total, 0).to(d_weights_ptr.dtype.element_ty))
 
 
-def _weight_descriptor(w: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """A descriptor of a stack ``[E, K, N]`` as one matrix of rows, where its experts lie whole rows apart."""
-    E, K, N = w.shape
-    if w.stride(0) % max(1, w.stride(1)):
-        return None
-    pitch = w.stride(0) // w.stride(1)
-    matrix = w.as_strided(((E - 1) * pitch + K, N), w.stride()[1:], w.storage_offset())
-    return described(matrix, rows, columns)
-
-
-def transposed_product(
-    a: Tensor, stacks: tuple[Tensor, ...], plan: Plan, out: Tensor, tile: Tile, *, gather: bool
-) -> None:
-    """Launch the product of rows of ``a`` with ``stacks`` into ``out`` ``[S, N]``.
-
-    One stack ``[E, K, N]``, or two: the sum goes over the rows of the first, then of the second.
-    """
-    S, E, N = plan.assignments, plan.num_experts, out.shape[1]
-    w, *others = stacks
-    u = others[0] if others else None
-    K, K2 = w.shape[1], 0 if u is None else u.shape[1]
-    a_desc = w_desc = u_desc = None
-    if tile.copy_engine and K % tile.k == 0 and K2 % tile.k == 0 and (u is None or w.stride() == u.stride()):
-        w_desc = _weight_descriptor(w, tile.k, tile.n)
-        u_desc = None if u is None else _weight_descriptor(u, tile.k, tile.n)
-        a_desc = None if gather else described(a, tile.m, tile.k)
-    if w_desc is None or (u is not None and u_desc is None):
-        w_desc = u_desc = None
-    tensors = a, w, u, a_desc, w_desc, u_desc, plan.offsets, plan.order, out
-    sizes = E, N, K, K2, w.stride(0) // max(1, w.stride(1))
-    launch(
-        _transposed_kernel,
-        (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),),
-        *tensors,
-        S,
-        max(1, S // max(1, a.shape[0])),
-        sizes,
-        (*a.stride(), *w.stride(), *(w if u is None else u).stride()),
-        GATHER=gather,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        BLOCK_E=block_of(E + 2),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        launch_pdl=PDL,
-    )
-
-
 @triton.jit
 def _row_sum_kernel(rows_ptr, weights_ptr, offsets_ptr, order_ptr, out_ptr, N, top_k, strides):
     """out [E, N]: the sum of an expert's rows, or of its tokens' rows times their weights. Grid: E, N tiles."""
@@ -279,18 +139,16 @@ def experts_backward(
     wanted: Wanted,
     reuse_z: bool,
 ) -> tuple[Tensor, ...]:
-    gate_up, up, down = stacks.numbers
-    (T, _), (_, H, I), S, size = weights.shape, down.shape, plan.assignments, x.element_size()
+    (T, _), (_, H, I), S, size = weights.shape, stacks.down.shape, plan.assignments, x.element_size()
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     grads = {name: torch.empty(0, **like) for name in Wanted._fields}
 
     needs_d_z = wanted.x or wanted.gate_up or wanted.up or wanted.gate_up_bias
     d_z = (z if reuse_z else torch.empty_like(z)) if needs_d_z else None
-    tile = transposed_tile(S / plan.num_experts, size, x.device)
     hidden = torch.empty((S, I), **like) if needs_d_z or wanted.weights or wanted.down else None
     if hidden is not None:
         if needs_d_z or wanted.weights:
-            transposed_product(d, (down,), plan, hidden, tile, gather=True)
+            transposed_product(d, (stacks.down,), plan, hidden, gather=True)
         if wanted.weights:
             grads["weights"] = torch.empty_like(weights)
         results = d_z, hidden if wanted.down else None, grads["weights"] if wanted.weights else None
@@ -311,24 +169,24 @@ def experts_backward(
             launch_pdl=PDL,
         )
     if wanted.down and hidden is not None:
-        grads["down"] = outer(d, hidden, plan, down.dtype, gather_grad=True)
+        grads["down"] = outer(d, hidden, plan, x.dtype, gather_grad=True)
     hidden = None  # its memory is free for what follows
     if wanted.down_bias and stacks.down_bias is not None:
         grads["down_bias"] = _row_sum(d, weights, plan, stacks.down_bias)
     if d_z is not None:
-        rows = gate_up.shape[1]
+        rows = stacks.gate_up.shape[1]
         if wanted.gate_up:
-            grads["gate_up"] = outer(d_z[:, :rows], x, plan, gate_up.dtype, gather_x=True)
-        if wanted.up and up is not None:
-            grads["up"] = outer(d_z[:, rows:], x, plan, up.dtype, gather_x=True)
+            grads["gate_up"] = outer(d_z[:, :rows], x, plan, x.dtype, gather_x=True)
+        if wanted.up:
+            grads["up"] = outer(d_z[:, rows:], x, plan, x.dtype, gather_x=True)
         if wanted.gate_up_bias and stacks.gate_up_bias is not None:
             grads["gate_up_bias"] = _row_sum(d_z, None, plan, stacks.gate_up_bias)
         if wanted.x:
             grads["x"] = d_x = torch.empty((T, H), **like)
             width = slot_columns(S, H, size)
+            both = (stacks.gate_up,) if stacks.up is None else (stacks.gate_up, stacks.up)
             for first in range(0, H, width):
-                part = tuple(stack[:, :, first : first + width] for stack in (gate_up, up) if stack is not None)
                 y = torch.empty((S, min(width, H - first)), **like)
-                transposed_product(d_z, part, plan, y, tile, gather=False)
+                transposed_product(d_z, both, plan, y, first=first)
                 slot_sum(y, None, plan, d_x[:, first : first + width])
     return tuple(grads.values())

@@ -23,7 +23,8 @@ from moefuse.backends.triton.runtime.launch import (
     prefetch_rows,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, linear_tile, product_tile
+from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, product_tile
+from moefuse.backends.triton.runtime.tuned import linear_tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Projections, Weight
 
@@ -197,7 +198,8 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
     (T, K), pairs = x.shape, projections.pairs
     rows = [_rows_of(weight) for weight, _ in pairs]
     columns = [weight.data.shape[1] for weight in rows]
-    tiles = [linear_tile(T, sum(columns), x.element_size(), x.device, weight.format) for weight in rows]
+    size, N = x.element_size(), sum(columns)
+    tiles = [linear_tile_for(T, N, K, size, x.device, weight.format) for weight in rows]
     forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
     none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
     compiled: dict[str, Any] = {}

@@ -161,13 +161,15 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
 # The backward's tiles are not measured yet: they follow the forward's of the same height.
 
 
-def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device) -> Tile:
-    """The tile of a product with a transposed weight."""
+def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device, in_blocks: bool = False) -> Tile:
+    """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, ``k`` by ``n``."""
     if INTERPRETED:
-        return Tile(16, 32, 32, 4, 1)
+        return Tile(16, 64 if in_blocks else 32, 32, 4, 1)
     engine = capability(device) >= (9, 0)
     if itemsize == 4:
         tile = Tile(64, 64, 32, 4, 2)
+    elif in_blocks:  # the higher, the fewer times a weight is decoded
+        tile = Tile(32, 128, 64, 4, 3) if rows_per_expert <= 32 else Tile(128, 128, 64, 8, 3, engine)
     elif rows_per_expert <= 32:
         tile = Tile(32, 128, 64, 4, 4)
     elif rows_per_expert <= 96:
