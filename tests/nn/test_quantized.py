@@ -149,7 +149,9 @@ def test_back_to_numbers(rng: torch.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_compiles_whole(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("order", ["", PLANES])
+def test_compiles_whole(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(arrange, "WANTED", {"cpu": order})
     model = nn.Sequential(
         QuantEmbedding(blocks("Q4_K", rng)),
         QuantLinear(blocks("Q6_K", rng, K).exactly()),
@@ -234,6 +236,7 @@ def test_moving_one_of_two_that_share(rng: torch.Generator, moves: Moves, first:
     want = results(model)
     for move in (to_gpu, to_cpu, to_gpu):
         move(model[first])
+        assert same(results(copy.deepcopy(model)), want)
         assert same(results(model), want)
     model[1 - first].load_state_dict(model[first].state_dict(), strict=False)
     assert same(results(model), want)
@@ -255,8 +258,10 @@ def test_a_state_is_in_the_file_order(rng: torch.Generator, moves: Moves, here: 
     assert same(results(second), want)
     assert same(results(first), want)
     assert torch.equal(state["0.blocks"], plain["0.blocks"]), "what was given stays as it was"
+    third = moves[there](tied(rng))
     with pytest.raises(RuntimeError, match="size mismatch"):
-        moves[there](tied(rng)).load_state_dict(state | {"1.blocks": state["1.blocks"][1:]})
+        third.load_state_dict(state | {"1.blocks": state["1.blocks"][1:]})
+    assert same(results(third), want)
 
 
 def test_bytes_that_somebody_else_moved_are_still_known(rng: torch.Generator, moves: Moves) -> None:
@@ -265,9 +270,13 @@ def test_bytes_that_somebody_else_moved_are_still_known(rng: torch.Generator, mo
     model = tied(rng)
     _, layer = model
     want = results(model)
-    layer._buffers["blocks"] = layer.blocks.clone().share_memory_()
+    layer._buffers["blocks"] = theirs = layer.blocks.clone().share_memory_()
     assert layer.spec == layer.spec == "Q6_K:exact"
     assert same(results(model), want)
+    memory, before = theirs.detach(), theirs.clone()
+    to_gpu(layer)
+    assert same(results(model), want)
+    assert torch.equal(memory, before), "what did not move may be somebody else's"
     model = to_gpu(tied(rng))
     _, layer = model
     want = results(model)

@@ -204,8 +204,10 @@ def test_rows_and_numbers(form: Format, rng: torch.Generator, monkeypatch: pytes
         made[2][11]
     ids = torch.tensor([[3, 0, 10], [3, 3, 1]])
     for matrix in (stack[1], made[1]):
-        assert matrix.rows(ids).arrangement == ""
-        assert torch.equal(matrix.rows(ids).blocks, stack.blocks[1][ids])
+        assert matrix.rows(ids).arrangement == matrix.arrangement
+        assert torch.equal(matrix.rows(ids).arranged("").blocks, stack.blocks[1][ids])
+        assert torch.equal(matrix.rows(ids[0, 0]).arranged("").blocks, stack.blocks[1, 3])
+        assert same(matrix.rows(ids).dequantize(), numbers[1][ids])
         assert matrix.rows(ids[:0]).shape == (0, 3, numbers.shape[-1])
         with pytest.raises(IndexError):
             matrix.rows(torch.tensor([11]))
