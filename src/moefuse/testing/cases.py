@@ -16,6 +16,7 @@ from torch import Tensor
 
 import moefuse
 from moefuse import backends
+from moefuse.ops._core import select
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor, format_in
 from moefuse.testing import inputs as make
@@ -489,7 +490,7 @@ CASES: tuple[Case, ...] = (
 
 
 def support_table() -> str:
-    """Which backend has a kernel for which op, and what the cases cover, as Markdown."""
+    """Which backend has a kernel for which op, gradient and format, and what the cases cover, as Markdown."""
     names = [row.name for row in backends.BACKENDS]
     has = {row.name: row.load().OPS if row.exists() else {} for row in backends.BACKENDS}
     lines = [f"| op | {' | '.join(names)} | cases |", "|---" * (len(names) + 2) + "|"]
@@ -497,6 +498,11 @@ def support_table() -> str:
         cells = ["kernel" if all(part in has[name] for part in _parts_of(op)) else "reference" for name in names]
         covered = ", ".join(case.name for case in CASES if case.op == op)
         lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
+    ops = {case.op for case in CASES}
+    lines += ["", f"| in gradients | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for op in sorted(set(select.REFERENCES) - ops):
+        cells = ["kernel" if op in has[name] else "reference" for name in names]
+        lines.append(f"| {op} | {' | '.join(cells)} |")
     lines += ["", f"| format | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for name in FORMATS:
         cells = ["kernel" if name in formats_of(backend) else "reference" for backend in names]
