@@ -289,15 +289,6 @@ class Stacks(NamedTuple):
         """The `QuantTensor.spec` of each stack, None for numbers."""
         return spec_of_weight(self.gate_up), spec_of_weight(self.up), spec_of_weight(self.down)
 
-    @property
-    def numbers(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gate and up, up where it comes apart, and down, where none is in blocks."""
-        gate_up, up, down = self.gate_up, self.up, self.down
-        assert isinstance(gate_up, Tensor)
-        assert up is None or isinstance(up, Tensor)
-        assert isinstance(down, Tensor)
-        return gate_up, up, down
-
 
 class Projections(NamedTuple):
     """The weights ``[N, K]`` of `moefuse.linear`, one to four that take the same rows, and the bias of each."""

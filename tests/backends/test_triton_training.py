@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from ops import oracle, test_formulas
+from ops import oracle, test_formulas, test_training_blocks
 from ops.test_training import F16, agree, gradients, make, smooth
 
 import moefuse
 import moefuse.nn
 from moefuse import Activation
+from moefuse.ops.grouped_linear import grouped_linear_transposed_op, grouped_linear_transposed_reference
+from moefuse.quant.formats import FORMATS
 from moefuse.testing import cases
+from moefuse.testing.poison import poisoned
 from moefuse.types import ACTIVATION_KINDS, Plan
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
@@ -70,7 +73,7 @@ def run_with_tail(given, rule, tail, target):
 @pytest.mark.parametrize("gather", [False, True])
 def test_transposed_product_by_descriptors(target, rng, apart, gather):
     """The copy engine's path, which the interpreter's small tiles do not take by themselves."""
-    from moefuse.backends.triton.experts_backward import transposed_product
+    from moefuse.backends.triton.grouped_linear_transposed import transposed_product
     from moefuse.backends.triton.runtime.tiles import Tile
     from moefuse.ops.grouped_linear import grouped_linear_reference
     from moefuse.ops.plan import plan_reference
@@ -97,18 +100,69 @@ def test_transposed_product_by_descriptors(target, rng, apart, gather):
     ],
 )
 def test_frozen_parts_launch_nothing(target, rng, monkeypatch, trained, kernels):
-    from moefuse.backends.triton import combine, experts_backward, grouped_outer
+    from moefuse.backends.triton import combine, experts_backward, grouped_linear_transposed, grouped_outer
 
     given, rule = make(rng)
     leaves = {k: t.to(target[1]).requires_grad_(k in trained) for k, t in given.items()}
     out = moefuse.experts(**leaves, **rule | {"ids": rule["ids"].to(target[1])}, backend=target[0])
     launched = []
-    for module in (combine, experts_backward, grouped_outer):
+    for module in (combine, experts_backward, grouped_linear_transposed, grouped_outer):
         original = module.launch
         spy = lambda kernel, *a, f=original, **k: (launched.append(kernel.__name__), f(kernel, *a, **k))[1]  # noqa: E731
         monkeypatch.setattr(module, "launch", spy)
     out.sum().backward()
     assert launched == kernels
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_transposed_product_of_blocks(target, rng, format):
+    """Rows that fill no tile, a last strip that is not whole where blocks allow it, rows without an expert."""
+    backend, device = target
+    E, N = 2, 41
+    stack = test_training_blocks.weight(rng, format, E, N, 512 if FORMATS[format].values == 256 else 352).to(device)
+    plan = moefuse.plan(torch.randint(-1, E + 1, (5, 2), generator=rng).to(device), E, backend=backend)
+    grad = oracle.normal(rng, 10, N).to(device)
+    with poisoned():
+        got = grouped_linear_transposed_op(backend, grad, stack, plan, True, True)
+    want = grouped_linear_transposed_reference(grad.double(), stack, plan, True, True)
+    oracle.assert_close(got.cpu(), want.cpu(), oracle.GRADIENT, whole=True)
+
+
+@pytest.mark.parametrize("formats", [("Q8_0", "Q5_1"), ("Q4_0", None), (None, "Q8_0")], ids=str)
+def test_transposed_product_of_two_stacks(target, rng, formats):
+    """Some columns of stacks of other formats, or one of them in numbers."""
+    from moefuse.backends.triton.grouped_linear_transposed import transposed_product
+
+    (backend, device), E, N, K = target, 3, 40, 384
+    stacks = tuple(test_training_blocks.weight(rng, format, E, N, K).to(device) for format in formats)
+    plan = moefuse.plan(oracle.distinct_ids(rng, 9, 2, E).to(device), E, backend=backend)
+    rows = oracle.normal(rng, 18, 2 * N).to(device)
+    out = torch.full((18, K - 256), torch.nan, device=device)
+    transposed_product(rows, stacks, plan, out, first=256)
+    parts = [
+        grouped_linear_transposed_reference(part.double(), test_training_blocks.numbers(stack), plan, False, False)
+        for part, stack in zip(rows.chunk(2, 1), stacks, strict=True)
+    ]
+    oracle.assert_close(out.cpu(), sum(parts)[:, 256:].cpu(), oracle.GRADIENT, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("formats", "options"),
+    [
+        (("Q8_0", "Q4_1"), {"layout": "interleaved", "activation": "swiglu_oai"}),
+        (("Q5_0", None, "Q8_0"), {}),
+        ((None, "Q4_0"), {"activation": Activation("gelu", gated=False)}),
+    ],
+    ids=str,
+)
+def test_experts_in_blocks(target, rng, monkeypatch, formats, options):
+    from moefuse.backends.triton import experts
+
+    made = test_training_blocks.make(rng, formats, 5, **options)
+    want = test_training_blocks.exact_gradients(*made)
+    test_training_blocks.agree(test_training_blocks.gradients(*made, *target), want)
+    monkeypatch.setattr(experts, "slot_columns", lambda *_: 48)
+    test_training_blocks.agree(test_training_blocks.gradients(*made, *target), want)
 
 
 def test_sentinels_duplicates_and_the_memory_of_z(target, rng):

@@ -82,6 +82,22 @@ def test_training(tmp_path: Path) -> None:
         assert code == 2, output
 
 
+def test_adapters_on_blocks(tmp_path: Path) -> None:
+    """Experts in blocks are frozen: the step is that of adapters, beside the same step on numbers."""
+    figures = tmp_path / "bench.json"
+    sizes = ["--experts", "4", "--hidden", "64", "--intermediate", "32", "--top-k", "2"]
+    words = [*sizes, *QUICK, "--training", "--weights", "Q8_0:exact", "--dtype", "float32", "--against", "hf-eager"]
+    code, output = invoke(*words, "--save", str(figures))
+    assert code == 0, output
+    assert "moefuse lora" in output
+    rows = {row["name"]: row for row in json.loads(figures.read_text())["rows"]}
+    assert rows.keys() == {"moefuse", "float32", "hf-eager", "floor"}
+    assert {row["scope"] for row in rows.values()} == {"lora"}
+    assert set(rows["moefuse"]["faster_than"]) == {"float32"}
+    assert all(rows[name]["error_worst"] < 1e-5 for name in ("moefuse", "float32"))
+    assert "no experts in Q8_0:exact" in rows["hf-eager"]["note"]
+
+
 def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
     """As in every other command: a flag, and plain data instead of the table. Names may be short and in any case."""
     words = [*SIZES, *QUICK, "--dtype", "BF16", "--against", "none", "--json", "--save", str(tmp_path / "figures.json")]

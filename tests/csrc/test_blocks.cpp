@@ -194,6 +194,41 @@ void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int
   }
 }
 
+// The same blocks turned round: grad [rows, N] -> d_x [rows, K], with the same bits for any number of threads.
+void test_transposed(const Kind& kind, Scales scales, int64_t rows, int64_t E, int64_t N, int64_t K) {
+  context = kernels().name + std::string(" ") + kind.name + " transposed M=" + std::to_string(rows) + " N=" +
+            std::to_string(N) + " K=" + std::to_string(K);
+  int64_t row_bytes = K / kind.size * kind.bytes;
+  Guarded blocks(E * N * row_bytes);
+  fill(kind, scales, blocks.data(), E * N * K / kind.size);
+  auto grad = random_buffer(Dtype::f32, rows * N);
+  std::vector<int32_t> offsets, order;
+  for (int64_t e = 0; e <= E; ++e) offsets.push_back(static_cast<int32_t>(rows * e / E));
+  for (int64_t r = 0; r < rows; ++r) order.push_back(static_cast<int32_t>(r));
+
+  Buffer d_x(Dtype::f32, rows * K), again(Dtype::f32, rows * K);
+  Weight weight{blocks.data(), kind.type, E, N, K, N * row_bytes, row_bytes};
+  Plan plan{indices(offsets), indices(order), {}};
+  grouped_linear_transposed(grad->tensor(N), weight, plan, false, false, d_x.output(K), 1);
+  grouped_linear_transposed(grad->tensor(N), weight, plan, false, false, again.output(K), 3);
+  check(d_x.same_bits(again), "bits depend on the number of threads");
+  for (int64_t e = 0; e < E; ++e) {
+    for (int64_t r = offsets[static_cast<size_t>(e)]; r < offsets[static_cast<size_t>(e + 1)]; ++r) {
+      for (int64_t k = 0; k < K; ++k) {
+        double want = 0, size = 0;
+        for (int64_t n = 0; n < N; ++n) {
+          const uint8_t* b = blocks.data() + (e * N + n) * row_bytes + k / kind.size * kind.bytes;
+          Term t = term(kind.type, b, k % kind.size);
+          want += t.value() * (*grad)[r * N + n];
+          size += t.size() * std::fabs((*grad)[r * N + n]);
+        }
+        if (std::fabs(d_x[r * K + k] - want) <= 1e-6 * size + 1e-44) continue;
+        return fail("d_x is not the sum of its terms");
+      }
+    }
+  }
+}
+
 // A scale or an activation that is not finite spoils the results it touches and no other.
 void test_not_finite(const Kind& kind, bool exact) {
   context = kernels().name + std::string(" ") + kind.name + " not finite";
@@ -229,6 +264,12 @@ void test_blocks() {
       test_product(kind, exact, Scales::usual, 0, 1, 9, 256);
       test_not_finite(kind, exact);
     }
+    for (int64_t rows : {1, 7, 100}) {
+      test_transposed(kind, Scales::usual, rows, 1, 1 + below(140), kind.size * (1 + below(3)));
+    }
+    test_transposed(kind, Scales::usual, 5, 2, 9, kind.size * 10);
+    test_transposed(kind, Scales::subnormal, 5, 1, 17, 512);
+    test_transposed(kind, Scales::largest, 5, 1, 17, 512);
   }
 }
 

@@ -1,7 +1,6 @@
 """The experts as a chain of ops, for callers that must come in between: product, activation, product, weighted sum.
 
-`moefuse.experts` takes it for weights in blocks under gradients, modules for adapters and for gates and norms of their
-own.
+Modules take it for adapters and for activations and norms of their own.
 """
 
 from __future__ import annotations
