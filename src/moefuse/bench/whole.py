@@ -181,12 +181,13 @@ def bench_file(
 
     with ExitStack() as stack:
         field_: list[Contestant] = []
-        for name in (OURS,) if library is None else (OURS, LLAMA_CPP):
+        for name in (OURS,) if library is None else (LLAMA_CPP, OURS):  # the one that may fail begins
             tick(f"starting {name}", 0.0)
-            field_.append(Contestant(name, path, threads, places, library))
-            stack.callback(field_[-1].close)
-            field_[-1].ask(do="prefill", prompts=drawn(1, _SHORT_PROMPT))
-            result.first_token[name] = time.perf_counter() - field_[-1].started
+            one = Contestant(name, path, threads, places, library)
+            stack.callback(one.close)
+            field_.insert(0, one)
+            one.ask(do="prefill", prompts=drawn(1, _SHORT_PROMPT))
+            result.first_token = {name: time.perf_counter() - one.started} | result.first_token
         for done, workload in enumerate(todo):
             if workload.batch > 1 and not result.memory:
                 result.memory = {one.name: one.ask(do="memory") for one in field_}
