@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -207,18 +205,17 @@ def bench_file(
 
 def _difference(field_: list[Contestant], prompts: list[list[int]]) -> float:
     """Root mean square of the difference of logits, over that of ours, both around their mean."""
-    found: list[array[float]] = []
+    found: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
         for one in field_:
             into = Path(folder) / one.name
             one.ask(do="prefill", prompts=prompts)
             one.ask(do="logits", into=str(into))
-            found.append(array("f", into.read_bytes()))
-    ours, theirs = ([x - statistics.fmean(numbers) for x in numbers] for numbers in found)
+            found.append(torch.frombuffer(bytearray(into.read_bytes()), dtype=torch.float32).double())
+    ours, theirs = (numbers - numbers.mean() for numbers in found)
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} logits of moefuse and {len(theirs)} of llama.cpp: not the same model")
-    apart = math.fsum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
-    return math.sqrt(apart / math.fsum(a * a for a in ours))
+    return float((ours - theirs).norm() / ours.norm())
 
 
 def as_text(result: WholeResult) -> str:
