@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -33,21 +34,37 @@ def many_imports() -> Iterator[None]:
         gc.enable()
 
 
-class _Compiler(types.ModuleType):
-    """Stands for torch's compiler, as long as it is only told of functions; asked for more, it makes room for it."""
+class _Stand(types.ModuleType):
+    """Stands for a package whose modules are wanted and not itself; asked for more than it was given, it makes room."""
+
+    def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
+        super().__init__(spec.name)
+        self.__spec__, self.__file__, self.__path__ = spec, spec.origin, list(spec.submodule_search_locations or ())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _drop(self)
-        return getattr(importlib.import_module(_COMPILER), name)
+        self.leave()
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def leave(self) -> None:
+        """Whoever imports the package next gets it."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        parent, _, leaf = self.__name__.rpartition(".")
+        if vars(sys.modules[parent]).get(leaf) is self:
+            delattr(sys.modules[parent], leaf)
 
 
-def _drop(stand: _Compiler) -> None:
-    if sys.modules.get(_COMPILER) is stand:
-        del sys.modules[_COMPILER]
-    if vars(torch).get("_dynamo") is stand:
-        del torch._dynamo
+def _stand(stack: ExitStack, name: str, **given: Any) -> None:
+    """Put a stand in the place of a package until the stack is closed."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and name not in sys.modules:
+        sys.modules[name] = stand = _Stand(spec)
+        vars(stand).update(given)
+        parent, _, leaf = name.rpartition(".")
+        setattr(sys.modules[parent], leaf, stand)
+        stack.callback(stand.leave)
 
 
 def _constant(function: Any) -> Any:
@@ -68,25 +85,24 @@ def without_compiler() -> Iterator[None]:
     """Import transformers, for a process that compiles nothing and has no ranks, without torch's compiler.
 
     As it is imported transformers tells that which functions not to look into. Hearing it takes torch 0.9 s: the
-    compiler, its symbols, Triton and distributed tensors. What is imported here may not be given to ``torch.compile``.
+    compiler, its symbols, Triton and distributed tensors. Nor is the package of all models wanted, which reads the
+    sources of all of them (0.3 s), as transformers itself just did. What is imported here may not be given to
+    ``torch.compile``.
     """
-    found = importlib.util.find_spec(_COMPILER) if _COMPILER not in sys.modules else None
-    if found is None or "transformers" in sys.modules:
+    if "transformers" in sys.modules or _COMPILER in sys.modules:
         yield
         return
-    stand: Any = _Compiler(_COMPILER)
-    stand.__spec__, stand.__file__, stand.__path__ = found, found.origin, found.submodule_search_locations
     marks: dict[str, Callable[..., Any]] = {
         "allow_in_graph": _same, "assume_constant_result": _constant, "disable": _disable,
     }  # fmt: skip
-    vars(stand).update(marks)
     with ExitStack() as stack:
-        sys.modules[_COMPILER] = torch._dynamo = stand
-        stack.callback(_drop, stand)
+        _stand(stack, _COMPILER, **marks)
         for owner, name, value in (
             *((torch.compiler, name, mark) for name, mark in marks.items()),
             (torch.distributed, "is_available", lambda: False),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+        if importlib.util.find_spec("transformers") is not None:
+            _stand(stack, "transformers.models")
         yield

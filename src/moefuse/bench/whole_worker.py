@@ -40,10 +40,10 @@ class Ours:
 
         config.cap_onednn()
         torch.set_num_threads(threads)
-        with without_compiler():
-            with many_imports():
-                from moefuse import hf
-                from moefuse.hf.capture import Step
+        with many_imports(), without_compiler():
+            from moefuse import hf
+            from moefuse.hf.capture import Step
+
             self.model, _ = hf.from_gguf(path, progress=False)
         hf.patch(self.model)
         self.torch, self.made, self.places = torch, Step, places

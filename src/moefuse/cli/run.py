@@ -337,9 +337,9 @@ def _box() -> str:
 def _load(
     path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
 ) -> tuple[Any, Any]:
-    # Its own modules are imported when it is loaded.
-    alone = path.endswith(".gguf") and device.type == "cpu" and parallel is None
-    with without_compiler() if alone else nullcontext():
+    if not (path.endswith(".gguf") and device.type == "cpu" and parallel is None):
+        return _loaded(path, dtype, device, parallel, exact)
+    with many_imports(), without_compiler():  # a model's own modules are imported when it is loaded
         return _loaded(path, dtype, device, parallel, exact)
 
 

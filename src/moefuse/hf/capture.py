@@ -171,10 +171,11 @@ def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) 
     """Decode with a step that is captured once, in ``model.generate`` and without further words.
 
     For each batch size a static cache is allocated and a decode step captured as a CUDA graph; on a CPU, which has no
-    graphs, what the first step runs is taken down and, once the second has proved it, run again. ``generate`` takes it for greedy decoding and sampling of as many
-    sequences, with any logits processors, stopping criteria and streamers, prompts padded on the left; new prompts need
-    no new capture. Everything else (beams, assistants, other batch sizes, inputs that are not text) runs as before.
-    Weights must stay where they are: after ``model.to`` or `patch`, call it again.
+    graphs, what the first step runs is taken down and, once the second has proved it, run again. ``generate`` takes it
+    for greedy decoding and sampling of as many sequences, with any logits processors, stopping criteria and streamers,
+    prompts padded on the left; new prompts need no new capture. Everything else (beams, assistants, other batch sizes,
+    inputs that are not text) runs as before. Weights must stay where they are: after ``model.to`` or `patch`, call it
+    again.
 
     Args:
         model: a causal language model of transformers, best after `patch`.
