@@ -30,8 +30,8 @@ class Kind(NamedTuple):
     """A format's planes: ``base`` and ``high`` bits of codes, then scales.
 
     ``bias``: the code of zero, without ``minima``. ``codes``: what the codes stand for, where that is not themselves.
-    ``sub``: values that share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values, in
-    one plane or more.
+    ``sub``: values that share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values,
+    in one plane or more.
     """
 
     base: int
