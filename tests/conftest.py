@@ -6,6 +6,7 @@ Seeds are fixed, each test's by its name, so that a run can be repeated; ``--fre
 import os
 import random
 import zlib
+from collections.abc import Callable
 
 # Machines exist that advertise AMX and trap on it; torch's own bf16 products would kill the test run there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -21,6 +22,7 @@ import hypothesis
 import numpy
 import pytest
 import torch
+from torch import nn
 
 # Without a GPU the Triton kernels run in its interpreter, which must be chosen before triton is loaded.
 if not torch.cuda.is_available():
@@ -54,6 +56,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def target(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device it runs on."""
     return request.param
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], nn.Module]]:
+    """Ways to move a module as ``to`` does: to shared memory, which stands for a device that reads planes; and back."""
+    monkeypatch.setattr("moefuse.nn.quantized.wanted", lambda blocks: "planes" if blocks.is_shared() else "")
+    return (
+        lambda module: module._apply(lambda t: t if t.is_shared() else t.clone().share_memory_()),
+        lambda module: module._apply(lambda t: t.clone() if t.is_shared() else t),
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -56,6 +56,42 @@ def test_float64_moves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> 
     assert len(caplog.records) == 1
 
 
+def test_blocks_on_plain_torch_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A format without a kernel, forward or backward, is slow: the log has it by name, once for each op."""
+    cpu = next(row for row in backends.BACKENDS if row.name == "cpu").load()
+    monkeypatch.setattr(cpu, "FORMATS", cpu.FORMATS - {"Q8_0"})
+    weight = moefuse.quantize(torch.randn(2, 8, 32), "Q8_0")
+    x, plan = torch.randn(4, 32, requires_grad=True), moefuse.plan(torch.tensor([[0], [1], [1], [0]]), 2)
+    with caplog.at_level(logging.WARNING, "moefuse"):
+        for _ in range(3):
+            moefuse.grouped_linear(x, weight, plan, gather=True, scatter=True).sum().backward()
+    said = [record.getMessage() for record in caplog.records]
+    forward = "moefuse: grouped_linear runs on plain torch: backend cpu: it has no kernel for Q8_0"
+    assert said.count(forward) == 1
+    assert len([line for line in said if "grouped_linear_transposed runs on plain torch" in line]) == 1
+    assert len(said) == 2
+
+
+def test_a_part_that_a_named_backend_lacks_is_told_of_once(
+    target: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, device = target
+    row = backends.find(backend)
+    if row is None:
+        pytest.skip("the reference has every part")
+    monkeypatch.delitem(row.load().OPS, "route_backward", raising=False)
+    with caplog.at_level(logging.WARNING, "moefuse"):
+        for _ in range(2):
+            logits = LOGITS.to(device).requires_grad_()
+            moefuse.route(logits, ROUTING, backend=backend)[0].square().sum().backward()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"moefuse: route_backward runs on plain torch: backend {backend}: it has no kernel for route_backward"
+    ]
+
+
 def test_a_backend_that_fails_to_load_is_not_read_as_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: backends.Backend) -> None:
         raise RuntimeError("a fault of ours")

@@ -14,11 +14,16 @@ from metal_target import TARGET, counted, simulated
 
 import moefuse
 from moefuse import Activation, Routing
-from moefuse.backends.metal import launch, shaders, tiles
+from moefuse.backends import metal
+from moefuse.backends.metal import codes, launch, shaders, tiles
+from moefuse.quant.blocks import IQ4_CODES, MXFP4_CODES, unpack
+from moefuse.quant.formats import FORMATS
+from moefuse.quant.tensor import QuantTensor
 from moefuse.testing import cases, inputs
 from moefuse.testing.compare import Tolerance, difference
-from moefuse.testing.msl import Fault, shuffled
+from moefuse.testing.msl import Fault, compile_shader, shuffled
 from moefuse.testing.poison import poisoned
+from moefuse.testing.random_blocks import random_blocks
 from moefuse.testing.strange import strange_cases
 
 BACKEND, DEVICE = TARGET
@@ -394,6 +399,103 @@ def test_prefill_launches_do_not_grow_with_tokens() -> None:
             "grouped_product",
             "combine",
         ]
+
+
+def test_every_format_has_kernels() -> None:
+    assert frozenset(FORMATS) == metal.FORMATS
+    text = shaders.text_of("weights")
+    for name, numbers in (("IQ4_CODES", IQ4_CODES), ("MXFP4_CODES", MXFP4_CODES)):
+        assert f"{name}[16] = {{{', '.join(map(str, numbers))}}}" in text
+
+
+#: what `decoded` is compiled with besides weights.metal: each thread decodes four values
+DECODED = """
+kernel void decoded(
+    device const uchar* row [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    constant long& format [[buffer(2)]],
+    uint thread_index [[thread_position_in_grid]]) {
+    long k = 4 * long(thread_index);
+    float4 found = weight4(int(format), row, k);
+    for (int i = 0; i < 4; ++i) out[k + i] = found[i];
+}
+"""
+#: float16 infinities and NaN of both signs, zeros, the least
+EDGES = (0x7C00, 0xFC00, 0x7E00, 0xFE00, 0x7C01, 0x0000, 0x8000, 0x0001)
+
+
+def with_edges(rng: torch.Generator, name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Some blocks ``[.., bytes of one]`` with a strange scale, in place; MXFP4's are its exponent's ends."""
+    form, flat = FORMATS[name], blocks.view(-1, FORMATS[name].nbytes)
+    for place in form.scales:
+        chosen = torch.randperm(len(flat), generator=rng)[: len(EDGES)]
+        values = torch.tensor(EDGES, dtype=torch.int32).to(torch.int16)[: len(chosen)]
+        flat[chosen, place : place + 2] = values.view(torch.uint8).view(-1, 2)
+    if name == "MXFP4":
+        flat[torch.randperm(len(flat), generator=rng)[:4], 0] = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    return blocks
+
+
+@pytest.mark.skipif(DEVICE == "mps", reason="a GPU may fuse a product with its sum, and flush subnormal numbers")
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bytes_decode_bit_for_bit(name, rng) -> None:
+    """Every byte is random, so every field is seen with every value; infinite and NaN scales among them."""
+    form = FORMATS[name]
+    row = with_edges(rng, name, torch.randint(256, (100, form.nbytes), generator=rng, dtype=torch.uint8)).flatten()
+    out = torch.full((100 * form.values,), 7.0)
+    kernel = compile_shader(launch.source(("weights",), (("WIDE", "false"),)) + DECODED).decoded
+    kernel(row, out, codes.BLOCKS[name], threads=(out.numel() // 4,), group_size=(64,))
+    want = unpack(row, name)
+    assert not want.isfinite().all()
+    same = (out.view(torch.int32) == want.view(torch.int32)) | (out.isnan() & want.isnan())
+    assert same.all(), (~same).nonzero()[:4]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("T", [3, 12], ids=["vectors", "tiles"])
+def test_strange_scales_give_what_the_reference_gives(T, name, rng) -> None:
+    """An infinite or NaN scale spoils the results of its own row and expert, and no other."""
+    E, H, I = 3, 256, 256
+
+    def stack(strange: int, *shape: int) -> QuantTensor:
+        made = random_blocks(name, shape, rng, shape[-1] ** -0.5)
+        with_edges(rng, name, made.blocks[strange])
+        return made
+
+    def host_and_device(t: torch.Tensor | QuantTensor) -> tuple:
+        return t, t.to(DEVICE)
+
+    gate_up, up_here = host_and_device(stack(0, E, 2 * I, H))
+    down, down_here = host_and_device(stack(1, E, H, I))
+    x, x_here = host_and_device(torch.randn(T, H, generator=rng))
+    ids, ids_here = host_and_device(torch.arange(2 * T).view(T, 2) // 2 % E)
+    weights, weights_here = host_and_device(torch.rand(T, 2, generator=rng))
+    with poisoned():
+        got = moefuse.experts(x_here, ids_here, weights_here, up_here, down_here, backend=BACKEND)
+        plan = moefuse.plan(ids_here, E, backend=BACKEND)
+        rows = moefuse.grouped_linear(x_here, up_here, plan, gather=True, scatter=True, backend=BACKEND)
+    host = moefuse.plan(ids, E, backend="reference")
+    want = moefuse.experts(x, ids, weights, gate_up, down, backend="reference")
+    want_rows = moefuse.grouped_linear(x, gate_up, host, gather=True, scatter=True, backend="reference")
+    for have, goal in ((got.cpu(), want), (rows.cpu(), want_rows)):
+        finite = goal.isfinite()
+        assert torch.equal(have.isfinite(), finite)
+        assert torch.equal(have.isposinf(), goal.isposinf())
+        assert torch.equal(have.isneginf(), goal.isneginf())
+        close(have[finite], goal[finite], Tolerance(2e-5, 2e-5, "sums of terms up to ten times the result"))
+        assert finite.any()
+        assert not finite.all()
+
+
+@pytest.mark.parametrize("T", [3, 20], ids=["vectors", "tiles"])
+def test_blocks_in_planes_are_put_in_order(T, rng) -> None:
+    """The kernels read the file's own order; other arrangements give the same bits."""
+    x, ids = torch.randn(T, 256, generator=rng).to(DEVICE), torch.zeros(T, 1, dtype=torch.int32, device=DEVICE)
+    up, down = (random_blocks("Q6_K", shape, rng, 0.05).to(DEVICE) for shape in ((1, 512, 256), (1, 256, 256)))
+    weights = torch.ones(T, 1, device=DEVICE)
+    want = moefuse.experts(x, ids, weights, up, down, backend=BACKEND)
+    got = moefuse.experts(x, ids, weights, up.arranged("planes"), down.arranged("planes"), backend=BACKEND)
+    assert torch.equal(got, want)
 
 
 #: kernel -> a change that breaks it, and a case that must see it

@@ -11,12 +11,13 @@ import torch
 
 from moefuse import backends
 from moefuse.bench import case as bench_cases
-from moefuse.bench import peers, timing
+from moefuse.bench import inputs, peers, timing
 from moefuse.bench.floor import Floor, Probe, Rates
 from moefuse.bench.result import Result, Row
 from moefuse.bench.run import Options, bench_shape, compare
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core import select
+from moefuse.quant import arrange
 
 CPU = torch.device("cpu")
 SHAPE = Shape("custom", 8, 48, 32, 2)
@@ -103,6 +104,18 @@ def test_experts_in_blocks() -> None:
     assert ours.read_bytes == 2 * (128 * 144 + 256 * 2 * 34)
     refused = next(row for row in result.rows if row.name == "hf-eager")
     assert "no experts in Q4_K and Q8_0:exact" in refused.note
+
+
+def test_stacks_are_arranged_for_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, device = Shape("custom", 4, 256, 64, 2).in_blocks("Q6_K", "Q5_0"), torch.device("cpu")
+    plain = inputs.make_layers(shape, torch.float32, device, 1)[0]
+    monkeypatch.setattr(arrange, "WANTED", {"cpu": "planes"})
+    layer = inputs.make_layers(shape, torch.float32, device, 1)[0]
+    for got, want in ((layer.gate_up, plain.gate_up), (layer.down, plain.down)):
+        assert got.arrangement == "planes"
+        assert torch.equal(got.dequantize(), want.dequantize())
+    result = bench_shape(shape, (3,), [], dataclasses.replace(OPTIONS, backend="cpu"), lambda *_: None)
+    assert not result.ours_failed
 
 
 def test_peers_are_compared() -> None:

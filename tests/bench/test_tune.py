@@ -19,9 +19,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import moefuse
+from moefuse.bench import check, inputs
 from moefuse.bench import tune as search
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core import select
+from moefuse.quant.formats import FORMATS
 from moefuse.testing.compare import Tolerance, difference
 
 pytest.importorskip("triton")
@@ -106,6 +108,25 @@ def test_a_fast_wrong_tile_never_wins() -> None:
         best, finding = found(trial)
         assert not wide(best)
         assert finding.wrong > 0
+
+
+def test_a_value_rounded_the_other_way_is_no_wrong_tile() -> None:
+    """Hidden values in 8 bits: a sum in another order moves one of them by a step, which float32's bound would see."""
+    rng = torch.Generator().manual_seed(3)
+    hidden, step = torch.randn(768, generator=rng), 3 / 127
+    down = torch.randn(2048, 768, generator=rng) * 768**-0.5
+    other = hidden.clone()
+    other[5] += step
+    shape = Shape("custom", 4, 2048, 768, 2)
+
+    def bound(spec: str) -> Tolerance:
+        layer = inputs.make_layers(shape.in_blocks(spec, spec), torch.float32, CPU, 1)[0]
+        return check.tile_tolerance(layer, torch.float32)
+
+    got, want = [(down @ other)[None]], [(down @ hidden)[None]]
+    assert search._agree(got, want, bound("Q4_K"))
+    assert not search._agree(got, want, bound("Q4_K:exact"))
+    assert not search._agree([want[0] * 1.01], want, bound("Q4_K"))
 
 
 def test_a_tile_that_is_not_always_the_same_never_wins() -> None:
@@ -211,6 +232,44 @@ def test_tiles_reach_the_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert best.n in used
     with tuned.trying(product, best):
         assert difference(trial.results()[0], want).worst < 2e-6
+
+
+@pytest.mark.skipif(not tuned.INTERPRETED, reason="a GPU is here: its own tiles are searched by `moefuse tune`")
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("spec", [None, "Q6_K:exact"])
+def test_tiles_reach_linear(T: int, spec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the experts: what is tried is what runs, gives the same, and is gone afterwards."""
+    used: list[int] = []
+    module = importlib.import_module("moefuse.backends.triton.linear")
+    plainly = module.launch
+
+    def spy(*given: Any, **options: Any) -> None:
+        used.append(options["A_FORM"].block_n)
+        plainly(*given, **options)
+
+    monkeypatch.undo()  # the built-in table as it is
+    monkeypatch.setattr(module, "launch", spy)
+    linear = search.Linear(48, 256, spec)
+    monkeypatch.setattr(inputs, "GRAPH_LAYERS", 1)
+    monkeypatch.setattr(search.machine, "cache_bytes", lambda _: 1)
+    real = search.LinearOnCard(linear, T, torch.float32, CPU)
+    assert len(real.slots) == 1
+    x, weight = real.slots[0]
+    want = moefuse.linear(x.double(), weight if spec else weight.double(), backend="reference")
+    product = linear.product(T, torch.float32)
+    built_in = product.built_in(CPU)
+    # A time that is shorter the wider the tile that ran last.
+    monkeypatch.setattr(real, "seconds", lambda: (real.results(), 1.0 / used[-1])[1])
+    ticks = itertools.count()
+    best, finding = search.search(product, real, CPU, 6.0, lambda: float(next(ticks)), lambda: None)
+    assert finding.wrong == finding.failed == 0
+    assert best.n > built_in.n
+    assert best.m == built_in.m
+    assert best.n in used
+    with tuned.trying(product, best):
+        assert difference(real.results()[0], want).worst < 1e-5
+    real.results()
+    assert used[-1] == built_in.n, "a search leaves no tile behind"
 
 
 def _spy(real: Callable[..., None], used: set[int]) -> Callable[..., None]:
@@ -342,6 +401,54 @@ def test_the_command_keeps_and_shows() -> None:
 
 
 @pytest.mark.usefixtures("pretended", "on_a_card")
+def test_each_format_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one format are not found for another, nor for numbers; a share of the time goes to each."""
+    shares: list[float] = []
+    tune = search.tune
+    monkeypatch.setattr(search, "tune", lambda *given: (shares.append(given[4]), tune(*given))[1])
+    shape = dataclasses.replace(SHAPE, hidden=256, intermediate=256)
+
+    def on_card(layers: Any, count: int, dtype: torch.dtype, _: Any) -> Made:
+        made = Made(lambda tile: 1e-5 if tile.warps == 8 else 2e-5)
+        made.products = tuple(search.products(layers[0].shape, count, dtype))
+        return made
+
+    monkeypatch.setattr(search, "OnCard", on_card)
+    code, output = invoke("--hidden", "256", "--intermediate", "256", "--weights", "all", "--minutes", "13")
+    assert code == 0, output
+    for name in FORMATS:
+        for count in (1, 40):
+            for product in search.products(shape.in_blocks(name, name), count, torch.bfloat16):
+                assert tuned.tile_for(product, CPU).warps == 8, product.name
+    for product in search.products(shape, 1, torch.bfloat16):
+        assert tuned.tile_for(product, CPU) == product.built_in(CPU)
+    assert f"{4 * len(FORMATS)} of {4 * len(FORMATS)} products" in output
+    assert len(shares) == len(FORMATS)
+    assert shares[0] == pytest.approx(60, abs=1)
+
+
+@pytest.mark.usefixtures("pretended", "on_a_card")
+def test_linear_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_card(linear: search.Linear, count: int, dtype: torch.dtype, _: Any) -> Made:
+        made = Made(lambda tile: 1e-5 if tile.warps == 8 else 2e-5)
+        made.products = (linear.product(count, dtype),)
+        return made
+
+    monkeypatch.setattr(search, "LinearOnCard", on_card)
+    words = ["--linear", "48x256", "--weights", "Q4_K,q6-k:exact", "--tokens", "1,16,300"]
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for part in ("linear: 48 columns of 256", "linear Q4_K", "linear Q6_K", "4 of 4 products", "of one product"):
+        assert part in result.output
+    for count in (1, 16):
+        for name in ("Q4_K", "Q6_K"):
+            tile = tuned.linear_tile_for(count, 48, 256, 2, CPU, name)
+            assert tile.warps == 8
+        other = search.Linear(48, 256).product(count, torch.bfloat16)
+        assert tuned.linear_tile_for(count, 48, 256, 2, CPU, "") == other.built_in(CPU)
+
+
+@pytest.mark.usefixtures("pretended", "on_a_card")
 def test_a_narrow_terminal_gets_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=50, file=io.StringIO(), force_terminal=True, no_color=True)
     monkeypatch.setattr(command, "Console", lambda **_: console)
@@ -388,6 +495,7 @@ def test_without_a_gpu_it_says_so() -> None:
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--weights", "Q9"], "format must be one of Q4_K"),
         (["--tokens", "0"], "positive whole numbers"),
+        (["--linear", "48x256"], "not both"),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str) -> None:
@@ -414,7 +522,27 @@ def test_a_product_without_a_tile_is_not_searched(monkeypatch: pytest.MonkeyPatc
     in_blocks = dataclasses.replace(layer, intermediate=256, weights=("Q4_K", "Q4_K"))
     assert searched(in_blocks, many) == []
     assert searched(in_blocks, 100) == ["up", "down"], "numbers would be taken"
-    assert searched(dataclasses.replace(in_blocks, weights=("Q4_K", "Q6_K")), many) == ["down"]
+    assert searched(dataclasses.replace(in_blocks, layout="interleaved"), many) == []
+    for name in FORMATS:
+        one = dataclasses.replace(in_blocks, weights=(name, "Q6_K"))
+        assert (searched(one, many), searched(one, 100)) == ([], ["up", "down"]), name
     assert search.tune(
         layer, [many], torch.bfloat16, CPU, 1.0, lambda *_: None, trial=lambda _: Made(lambda _: 1.0)
     ) == ([], {})
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--linear", "48"], "such as 5120x2048, got '48'"),
+        (["--linear", "0x256"], "such as 5120x2048"),
+        (["--linear", "48x250", "--weights", "Q8_0"], "multiple of 32"),
+        (["--linear", "48x256", "--weights", "Q4_K/Q6_K"], "a linear has one format"),
+        (["--linear", "48x256", "--tokens", "17,300"], "up to 16 tokens"),
+    ],
+)
+def test_mistakes_about_a_linear_are_told(words: list[str], message: str) -> None:
+    result = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert message in result.output

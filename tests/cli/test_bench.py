@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moefuse.bench import floor, machine, report, shapes
+from moefuse.bench import floor, inputs, machine, report, shapes
 from moefuse.bench.result import Result, Row
+from moefuse.cli import options
 from moefuse.cli.bench import bench
+from moefuse.quant.formats import FORMATS
 
 SIZES = ["--experts", "8", "--hidden", "48", "--intermediate", "32", "--top-k", "2"]
+#: rows of whole blocks in every format
+WHOLE = ["--experts", "4", "--hidden", "256", "--intermediate", "256", "--top-k", "2"]
 QUICK = ["--tokens", "1,6", "--dtype", "float32", "--repeat", "2", "--backend", "reference", "--device", "cpu"]
 app = typer.Typer(add_completion=False)
 app.command()(bench)
@@ -121,10 +126,81 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_unit(width: int) -> Non
 
 
 def test_blocks_by_any_spelling() -> None:
-    sizes = ["--experts", "4", "--hidden", "256", "--intermediate", "256", "--top-k", "2"]
-    code, output = invoke(*sizes, *QUICK, "--against", "none", "--weights", "q4_k:exact,q6-k")
+    code, output = invoke(*WHOLE, *QUICK, "--against", "none", "--weights", "q4_k:exact/q6-k")
     assert code == 0, output
-    assert "in Q4_K:exact/Q6_K" in output
+    for words in ("in Q4_K:exact/Q6_K", "5.188 bits each", "moefuse experts, float32", "over"):
+        assert words in output
+
+
+def test_formats_beside_each_other(tmp_path: Path) -> None:
+    """Each with its bits, its floor and its time over that of numbers in the same run."""
+    figures = tmp_path / "bench.json"
+    code, output = invoke(
+        *WHOLE, *QUICK, "--against", "none", "--weights", "all,Q4_K/Q6_K:exact", "--save", str(figures)
+    )
+    assert code == 0, output
+    for name, form in FORMATS.items():
+        assert re.search(rf" {name} +{form.bits:.4g} ", output), name
+    assert "Q4_K/Q6_K:exact" in output
+    results = json.loads(figures.read_text())
+    assert len(results) == len(FORMATS) + 1
+    for result in results:
+        rows = {(row["tokens"], row["name"], row["scope"]): row for row in result["rows"]}
+        for T in {row["tokens"] for row in result["rows"]}:
+            for scope in ("block", "experts"):
+                mine, plain = rows[T, "moefuse", scope], rows[T, "moefuse plain", scope]
+                assert mine["over_plain"] == mine["seconds"] / plain["seconds"]
+                assert mine["read_bytes"] / plain["read_bytes"] == pytest.approx(result["bits"] / 32)
+                assert not mine["faster_than"]
+            floor = rows[T, "floor", "experts"]
+            assert rows[T, "moefuse", "experts"]["times_floor"] * floor["seconds"] == pytest.approx(
+                rows[T, "moefuse", "experts"]["seconds"]
+            )
+
+
+def test_training_on_formats(tmp_path: Path) -> None:
+    """Adapters on frozen blocks, each format beside its own numbers."""
+    figures = tmp_path / "bench.json"
+    words = [*WHOLE, *QUICK, "--training", "--against", "none", "--weights", "Q4_K,Q8_0:exact", "--save", str(figures)]
+    code, output = invoke(*words)
+    assert code == 0, output
+    for result in json.loads(figures.read_text()):
+        rows = {(row["tokens"], row["name"]): row for row in result["rows"]}
+        for T in (1, 6):
+            mine, plain = rows[T, "moefuse"], rows[T, "moefuse plain"]
+            assert mine["scope"] == plain["scope"] == "lora"
+            assert mine["over_plain"] == mine["seconds"] / plain["seconds"]
+            assert mine["read_bytes"] / plain["read_bytes"] == pytest.approx(result["bits"] / 32)
+
+
+def test_formats_as_a_page(tmp_path: Path) -> None:
+    """For a document: the experts and the block, formats under each other, tokens side by side."""
+    saved = tmp_path / "formats.md"
+    code, output = invoke(*WHOLE, *QUICK, "--against", "none", "--weights", "Q8_0,Q6_K/Q8_0", "--save", str(saved))
+    assert code == 0, output
+    experts, block = ([line.split(" | ") for line in part.splitlines()] for part in saved.read_text().split("\n\n"))
+    for scope, rows in (("experts", experts), ("block", block)):
+        assert rows[0] == [f"| {scope}: time, over float32, over its floor", "bits", "T=1", "T=6 |"]
+        assert [row[0] for row in rows[2:]] == ["| float32", "| Q8_0", "| Q6_K/Q8_0"]
+        assert [row[1] for row in rows[2:]] == ["32", "8.5", "7.208"]
+        times = r"[\d.]+ [um]?s"
+        assert all(re.fullmatch(rf"{times}, [\d.]+( \|)?", cell) for cell in rows[2][2:])
+        assert all(re.fullmatch(rf"{times}, [\d.]+, [\d.]+( \|)?", cell) for row in rows[3:] for cell in row[2:])
+
+
+def test_all_formats_are_those_that_fill_the_rows() -> None:
+    shape = shapes.Shape("custom", 4, 64, 32, 2)
+    found = options.in_blocks(shape, "all:exact")
+    short = sorted((form for form in FORMATS.values() if form.values == 32), key=lambda form: form.bits)
+    assert [each.weights for each in found] == [(f"{form.name}:exact",) * 2 for form in short]
+    assert options.in_blocks(shape, "Q8_0,q8-0") == [shape.in_blocks("Q8_0", "Q8_0")]
+
+
+def test_numbers_without_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "fits", lambda shape, *_: None if shape.weights else "too large")
+    code, output = invoke(*WHOLE, *QUICK, "--against", "none", "--weights", "Q8_0")
+    assert code == 0, output
+    assert "no room for the layer in float32 beside the one in Q8_0" in output
 
 
 def test_a_case() -> None:
@@ -162,10 +238,14 @@ def test_unknown_names_list_the_valid_ones(words: list[str], named: tuple[str, .
         ([*SIZES[:-1], "9"], "top_k must be at most 8"),
         ([*SIZES, "--weights", "Q4_K"], "multiple of 256"),
         ([*SIZES, "--weights", "Q9_9"], "Q4_K"),
-        ([*SIZES, "--weights", "Q8_0,Q8_0,Q8_0"], "gate_up"),
+        ([*SIZES, "--weights", "Q8_0/Q8_0/Q8_0"], "gate_up"),
+        ([*WHOLE, "--weights", "all:bf16"], "bf16"),
+        ([*SIZES, "--weights", "all"], "rows of 48 and 32"),
+        ([*WHOLE, "--weights", "Q8_0,Q4_0", "--plot", "x.png"], "one format"),
         (["--case", "experts/few", "--weights", "Q8_0"], "not both"),
         (["--plot", "picture.pdf"], ".png"),
         (["--save", "/nonesuch/figures.json"], "no folder"),
+        (["--save", "figures.md"], "of --weights"),
         (["--device", "cpu:3"], "there is 1 of cpu"),
         (["--case", "experts/few", "--plot", "x.png"], "one size"),
         (["--case", "plan/usual", "--dtype", "float16"], "not for float16"),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,35 @@ def test_one_matrix_of_words_is_kept_once(tmp_path: Path) -> None:
     twice = dequantized_bytes(model)
     model.lm_head.blocks = model.lm_head.blocks.clone()
     assert dequantized_bytes(model) - twice == 4 * 320 * 256
+
+
+def test_moving_arranges_blocks(tmp_path: Path, moves: Any) -> None:
+    """Experts, matrices and the words that two modules share, once."""
+    to_gpu, to_cpu = moves
+    name = "qwen3moe with a dense layer, biases and one matrix of words"
+    make(KINDS[name], tmp_path / "model.gguf", in_blocks=True)
+    model, _ = load(tmp_path / "model.gguf")
+    tokens = torch.randint(0, 320, (2, 9))
+    want, state = logits(model, tokens), {name: value.clone() for name, value in model.state_dict().items()}
+    to_gpu(model)
+    assert model.lm_head.blocks is model.model.embed_tokens.blocks
+    assert model.lm_head.spec.endswith(":planes:exact")
+    module = next(iter(block_experts(model).values()))
+    assert all(spec.endswith(":planes:exact") for spec in module.specs.values())
+    assert torch.equal(logits(model, tokens), want)
+    moved = model.state_dict()
+    assert all(torch.equal(moved[name], value) for name, value in state.items())
+    other = to_gpu(load(tmp_path / "model.gguf")[0])
+    for value in other.buffers():
+        if value.dtype == torch.uint8:
+            value.zero_()
+    other.load_state_dict(moved)
+    assert torch.equal(logits(other, tokens), want)
+    to_cpu(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    to_gpu(model)
+    moefuse.hf.dequantize(model)
+    assert difference(logits(model, tokens), want.double()).worst < TOLERANCE
 
 
 def test_a_shared_expert_in_blocks_is_patched_whole(tmp_path: Path) -> None:

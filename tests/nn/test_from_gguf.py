@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,34 @@ def test_module_verbs(path: Path) -> None:
     block(x).square().sum().backward()
     assert block.router.grad is not None
     assert (block.router.grad != 0).any()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_moving_arranges_blocks(path: Path, moves: Any, assign: bool) -> None:
+    """A state is in the file's order, wherever the module is."""
+    to_gpu, to_cpu = moves
+    block, x = MoE.from_gguf(path, LAYER, exact=True), torch.randn(4, H)
+    want, specs, state = block(x), dict(block.specs), deepcopy(block.state_dict())
+    to_gpu(block)
+    assert {spec.split(":")[1] for spec in block.specs.values()} == {"planes"}
+    assert "gate_up=Q4_K:planes:exact" in repr(block)
+    assert not torch.equal(block.gate_up, state["gate_up"])
+    assert torch.equal(block(x), want)
+    assert torch.equal(deepcopy(block)(x), want)
+    moved = block.state_dict()
+    assert moved.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(moved[name], value), name
+    other = MoE.from_gguf(path, LAYER, exact=True)
+    for name in other.specs:
+        getattr(other, name).zero_()
+    for place in moves:
+        place(other).load_state_dict(moved, assign=assign)
+        assert torch.equal(other(x), want)
+        assert torch.equal(moved["down"], state["down"]), "what was given stays as it was"
+    assert to_cpu(block).specs == specs
+    assert torch.equal(block.gate_up, state["gate_up"])
+    assert to_gpu(block).to("meta").specs == specs
 
 
 def test_compiled(path: Path) -> None:

@@ -2,18 +2,24 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from moefuse import QuantTensor
+import moefuse.nn.quantized
+from moefuse import QuantTensor, quantize
 from moefuse.nn import QuantEmbedding, QuantLinear
+from moefuse.quant import arrange
+from moefuse.quant.arrange import PLANES
 from moefuse.quant.formats import FORMATS
 from moefuse.testing.compare import difference
 from moefuse.testing.random_blocks import random_blocks
 
 N, K = 40, 512
+
+Moves = tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], nn.Module]]
 
 
 def blocks(name: str, rng: torch.Generator, rows: int = N) -> QuantTensor:
@@ -143,7 +149,9 @@ def test_back_to_numbers(rng: torch.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_compiles_whole(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("order", ["", PLANES])
+def test_compiles_whole(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(arrange, "WANTED", {"cpu": order})
     model = nn.Sequential(
         QuantEmbedding(blocks("Q4_K", rng)),
         QuantLinear(blocks("Q6_K", rng, K).exactly()),
@@ -174,3 +182,137 @@ def test_bad_input_is_refused(rng: torch.Generator) -> None:
     for words in (torch.tensor([N]), torch.tensor([-1])):
         with pytest.raises((IndexError, RuntimeError), match="out of range"):
             QuantEmbedding(weight)(words)
+
+
+def tied(rng: torch.Generator) -> nn.ModuleList:
+    weight = blocks("Q6_K:exact", rng)
+    return nn.ModuleList((QuantEmbedding(weight), QuantLinear(weight, torch.ones(N))))
+
+
+def results(model: nn.ModuleList) -> tuple[torch.Tensor, torch.Tensor]:
+    words, layer = model
+    rows = words(torch.tensor([[1, 39, 1]]))
+    return rows, layer(rows)
+
+
+def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_moving_arranges_shared_blocks_once(
+    rng: torch.Generator, moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_gpu, to_cpu = moves
+    model = tied(rng)
+    words, layer = model
+    want, before = results(model), layer.blocks.clone()
+    source = layer.blocks.data_ptr()
+    times = []
+    arranged = moefuse.nn.quantized.arrange_
+    monkeypatch.setattr("moefuse.nn.quantized.arrange_", lambda *given: (times.append(given[1]), arranged(*given))[1])
+    to_gpu(model)
+    assert times == [PLANES]
+    assert words.blocks is layer.blocks
+    assert words.spec == layer.spec == "Q6_K:planes:exact"
+    assert torch.equal(layer.blocks, QuantTensor(before, "Q6_K").arranged(PLANES).blocks)
+    assert layer.blocks.data_ptr() != source
+    assert same(results(model), want)
+    assert repr(words) == f"QuantEmbedding({N}, {K}, Q6_K:planes:exact)"
+    assert layer.weight is layer.weight
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(results(copied), want)
+    to_gpu(model.half().float())
+    assert same(results(model), want)
+    to_cpu(model)
+    assert times == [PLANES, ""]
+    assert torch.equal(words.blocks, before)
+    assert words.spec == layer.spec == "Q6_K:exact"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_moving_one_of_two_that_share(rng: torch.Generator, moves: Moves, first: int) -> None:
+    to_gpu, to_cpu = moves
+    model = tied(rng)
+    want = results(model)
+    for move in (to_gpu, to_cpu, to_gpu):
+        move(model[first])
+        assert same(results(copy.deepcopy(model)), want)
+        assert same(results(model), want)
+    model[1 - first].load_state_dict(model[first].state_dict(), strict=False)
+    assert same(results(model), want)
+    to_cpu(model[1 - first])
+    assert same(results(model), want)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("there", [0, 1])
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_state_is_in_the_file_order(rng: torch.Generator, moves: Moves, here: int, there: int, assign: bool) -> None:
+    first, second = tied(rng), tied(rng)
+    want, plain = results(first), copy.deepcopy(first.state_dict())
+    state = moves[here](first).state_dict()
+    assert state.keys() == plain.keys()
+    for name, value in plain.items():
+        assert torch.equal(state[name], value), name
+    moves[there](second).load_state_dict(state, assign=assign)
+    assert same(results(second), want)
+    assert same(results(first), want)
+    assert torch.equal(state["0.blocks"], plain["0.blocks"]), "what was given stays as it was"
+    third = moves[there](tied(rng))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        third.load_state_dict(state | {"1.blocks": state["1.blocks"][1:]})
+    assert same(results(third), want)
+
+
+def test_bytes_that_somebody_else_moved_are_still_known(rng: torch.Generator, moves: Moves) -> None:
+    """As accelerate's hooks move them: by putting another tensor into the module's buffers."""
+    to_gpu, to_cpu = moves
+    model = tied(rng)
+    _, layer = model
+    want = results(model)
+    layer._buffers["blocks"] = theirs = layer.blocks.clone().share_memory_()
+    assert layer.spec == layer.spec == "Q6_K:exact"
+    assert same(results(model), want)
+    memory, before = theirs.detach(), theirs.clone()
+    to_gpu(layer)
+    assert same(results(model), want)
+    assert torch.equal(memory, before), "what did not move may be somebody else's"
+    model = to_gpu(tied(rng))
+    _, layer = model
+    want = results(model)
+    layer._buffers["blocks"] = layer.blocks.clone()
+    assert layer.spec == layer.spec == "Q6_K:planes:exact"
+    assert same(results(model), want)
+    to_cpu(layer)
+    assert layer.spec == "Q6_K:exact"
+    assert same(results(model), want)
+
+
+def test_by_way_of_meta(rng: torch.Generator, moves: Moves) -> None:
+    to_gpu, _ = moves
+    model = to_gpu(tied(rng))
+    want, state = results(model), model.state_dict()
+    model.to("meta")
+    assert {module.spec for module in model} == {"Q6_K:exact"}
+    to_gpu(model.to_empty(device="cpu")).load_state_dict(state)
+    assert same(results(model), want)
+    empty = tied(rng).to("meta")
+    empty.load_state_dict(state, assign=True)
+    assert same(results(empty._apply(lambda t: torch.empty(0) if t.is_meta else t)), want)
+
+
+def test_blocks_that_lie_where_another_order_is_wanted(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = blocks("Q4_K:exact", rng)
+    x = torch.randn(2, K)
+    want, before = QuantLinear(weight)(x), weight.blocks.clone()
+    assert torch.equal(QuantLinear(weight.arranged(PLANES))(x), want)
+    assert QuantLinear(weight.arranged(PLANES)).spec == "Q4_K:exact"
+    monkeypatch.setattr(arrange, "WANTED", {"cpu": PLANES})
+    layer = QuantLinear(weight)
+    assert layer.spec == "Q4_K:planes:exact"
+    assert torch.equal(layer(x), want)
+    assert torch.equal(weight.blocks, before)
+    made = quantize(weight.dequantize(), "Q4_K")
+    assert made.arrangement == PLANES
+    monkeypatch.undo()
+    assert torch.equal(quantize(weight.dequantize(), "Q4_K").blocks, made.arranged("").blocks)

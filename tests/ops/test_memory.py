@@ -6,6 +6,7 @@ import torch
 import moefuse
 from moefuse.ops._core import memory, replay, select
 from moefuse.ops._core.memory import settle
+from moefuse.quant.arrange import PLANES
 from moefuse.testing import cases
 from moefuse.testing.strange import FORMS, strange_cases, strange_forms, tensors_in
 
@@ -18,8 +19,10 @@ STRANGE = [pytest.param(case, strange, id=f"{case.id}-{strange}") for case, stra
 def test_strange_memory(case, strange, target, rng):
     if not cases.dtypes_of(case, target[0]):
         pytest.skip(f"{target[0]} has no kernel for {', '.join((case.op, *case.formats))}")
-    outcome = cases.run(case, torch.float32, *target, rng.initial_seed(), gradients=not case.specs, strange=strange)
-    assert outcome.passed, outcome.describe()
+    for arrangement in (None, PLANES) if case.specs else (None,):
+        given = {"gradients": not case.specs, "strange": strange, "arrangement": arrangement}
+        outcome = cases.run(case, torch.float32, *target, rng.initial_seed(), **given)
+        assert outcome.passed, outcome.describe()
 
 
 @pytest.mark.slow

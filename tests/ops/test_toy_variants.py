@@ -12,7 +12,7 @@ from moefuse import Activation, QuantTensor, Routing, types
 from moefuse.ops import glu, route
 from moefuse.ops._core import schema
 from moefuse.ops._core.schema import Signature
-from moefuse.quant import blocks, formats
+from moefuse.quant import arrange, blocks, formats
 from moefuse.testing.cases import runnable
 
 NATIVE = [target for target in runnable() if target[0] == "cpu"]
@@ -69,10 +69,12 @@ def test_a_toy_format(monkeypatch):
     """32 values in 32 bytes, quarters each."""
     row = dataclasses.replace(formats.FORMATS["Q8_0"], name="TOY", ggml=99, nbytes=32, scales=())
     monkeypatch.setitem(formats.FORMATS, "TOY", row)
-    monkeypatch.setitem(blocks.UNPACK, "TOY", lambda rows: 0.25 * rows.view(torch.int8).float())
+    monkeypatch.setitem(arrange.FIELDS, "TOY", (arrange.Field(0, 32),))
+    monkeypatch.setitem(blocks.UNPACK, "TOY", lambda q: 0.25 * q.view(torch.int8).float())
     stack = QuantTensor(torch.randint(256, (2, 5, 64), dtype=torch.uint8), "TOY")
     numbers = 0.25 * stack.blocks.view(torch.int8).float()
     assert torch.equal(stack.dequantize(), numbers)
+    assert torch.equal(stack.arranged("planes").dequantize(), numbers)
     x, plan = torch.randn(3, 64), moefuse.plan(torch.tensor([[0], [1], [0]]), 2)
     got = moefuse.grouped_linear(x, stack, plan, gather=True, scatter=True, backend="reference")
     assert_close(got, torch.stack([x[0] @ numbers[0].T, x[1] @ numbers[1].T, x[2] @ numbers[0].T]))

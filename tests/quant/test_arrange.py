@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefuse
 from moefuse import QuantTensor
@@ -142,6 +144,47 @@ def test_chunks_of_any_size(form: Format, rng: torch.Generator, monkeypatch: pyt
         assert torch.equal(part, rows)
 
 
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile have held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for t in made if isinstance(made, (list, tuple)) else [made]:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in given and storage.data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def gone(self, pointer: int, size: int) -> None:
+        self.known.discard(pointer)
+        self.now -= size
+
+
+@by_format
+def test_memory(form: Format, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second copy of a stack, in place or not: a chunk of it a dozen times at most."""
+    rows = random_bytes(form, 64, 8, blocks=2, rng=rng)
+    chunk = 2 * rows[0].numel()
+    monkeypatch.setattr(arrange, "_CHUNK", chunk)
+    for before, after in (("", PLANES), (PLANES, "")):
+        with Live() as live:
+            arrange.rearrange_(rows, form.name, before, after)
+        assert chunk <= live.most <= 12 * chunk
+        assert live.most < rows.numel() / 2
+        with Live() as live:
+            made = arrange.rearranged(rows, form.name, after, before)
+        assert made.numel() <= live.most <= made.numel() + 12 * chunk
+
+
 @by_format
 def test_rows_and_numbers(form: Format, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = QuantTensor(random_bytes(form, 3, 11, blocks=3, rng=rng), form.name)
@@ -161,8 +204,10 @@ def test_rows_and_numbers(form: Format, rng: torch.Generator, monkeypatch: pytes
         made[2][11]
     ids = torch.tensor([[3, 0, 10], [3, 3, 1]])
     for matrix in (stack[1], made[1]):
-        assert matrix.rows(ids).arrangement == ""
-        assert torch.equal(matrix.rows(ids).blocks, stack.blocks[1][ids])
+        assert matrix.rows(ids).arrangement == matrix.arrangement
+        assert torch.equal(matrix.rows(ids).arranged("").blocks, stack.blocks[1][ids])
+        assert torch.equal(matrix.rows(ids[0, 0]).arranged("").blocks, stack.blocks[1, 3])
+        assert same(matrix.rows(ids).dequantize(), numbers[1][ids])
         assert matrix.rows(ids[:0]).shape == (0, 3, numbers.shape[-1])
         with pytest.raises(IndexError):
             matrix.rows(torch.tensor([11]))

@@ -48,6 +48,14 @@ def path(tmp_path: Path, rng: torch.Generator) -> Path:
     return tmp_path / "model.gguf"
 
 
+def test_blocks_are_written_in_the_file_order(tmp_path: Path, rng: torch.Generator) -> None:
+    made = {name: tensor for name, tensor in tensors(rng).items() if isinstance(tensor, QuantTensor)}
+    assert len(made) > 2
+    write(tmp_path / "a.gguf", METADATA, made)
+    write(tmp_path / "b.gguf", METADATA, {name: one.arranged("planes") for name, one in made.items()})
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
 def test_round_trip(tmp_path: Path, rng: torch.Generator) -> None:
     made = tensors(rng)
     write(tmp_path / "a.gguf", METADATA, made)

@@ -29,15 +29,38 @@ def up_of(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: st
 
 
 class Rows(NamedTuple):
-    """Numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format."""
+    """Numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format.
+
+    Bytes in planes have no rows to slice: a part of them is ``first`` and every ``step``-th row after it.
+    """
 
     data: Tensor
     format: str = ""
+    planes: bool = False
+    first: int = 0
+    step: int = 1
 
     @classmethod
     def of(cls, weight: Weight) -> Rows:
-        """Blocks come in the file's own order."""
-        return cls(weight.arranged(FILE).blocks, weight.format) if isinstance(weight, QuantTensor) else cls(weight)
+        """As most kernels take them: blocks in the order of a file."""
+        if isinstance(weight, QuantTensor):
+            return cls(weight.arranged(FILE).blocks, weight.format)
+        return cls(weight)
+
+    def gate_and_up(self, layout: str) -> tuple[Rows, Rows]:
+        """Gate rows and up rows."""
+        if not self.planes:
+            w, u = gate_and_up(self.data, layout)
+            return self._replace(data=w), self._replace(data=u)
+        step = 2 if interleaved(layout) else 1
+        return self._replace(step=step), self._replace(first=1 if step == 2 else self.data.shape[1] // 2, step=step)
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of numbers; of blocks in planes the bytes of a matrix, its rows, and which of them these are."""
+        if self.planes:
+            return self.data.stride(0), self.data.shape[1], self.first, self.step
+        return (*self.data.stride(), 0)  # type: ignore[return-value]  # three of them
 
 
 class Weights(NamedTuple):
@@ -65,7 +88,7 @@ class Weights(NamedTuple):
         if gated and stacks.up is not None:
             u = rows_of(stacks.up)
         elif gated:
-            w, u = (Rows(data, w.format) for data in gate_and_up(w.data, stacks.layout))
+            w, u = w.gate_and_up(stacks.layout)
         if gated and bias is not None:
             bias, up_bias = gate_and_up(bias, stacks.layout if stacks.up is None else "halves")
         return cls(w, u, bias, up_bias, stacks.layout)

@@ -15,6 +15,7 @@ from moefuse.bench.run import Options, Tick, compare, measure
 from moefuse.ops._core.select import choose
 from moefuse.testing import cases
 from moefuse.testing.compare import Difference, Tolerance
+from moefuse.testing.inputs import moved
 from moefuse.types import name_of
 
 _SEED = 0
@@ -33,7 +34,7 @@ def bench_case(case: cases.Case, options: Options, tick: Tick) -> Result:
     like = torch.empty(0, dtype=dtype, device=device)
     # moe is gate and experts, not an op of its own.
     chosen = choose("experts" if case.op == "moe" else case.op, like, options.backend).backend
-    made = {name: cases.map_tensors(value, lambda t: t.to(device)) for name, value in case.inputs(_SEED, dtype).items()}
+    made = moved(case.inputs(_SEED, dtype), device)
     field = [_contestant(case, backend, options) for backend in dict.fromkeys((chosen, REFERENCE))]
     with torch.no_grad():
         rows, _ = measure(field, [made], None, options, [], tick)

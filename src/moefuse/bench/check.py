@@ -26,7 +26,7 @@ _PEER_TOLERANCE = {
 
 def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     """That of the case table; in float32 grown with the length of the sums, which the table keeps short."""
-    if any(not spec.endswith(":exact") for spec in layer.shape.weights or ()):
+    if _rounds(layer):
         return tolerance_of("experts", "out", torch.empty(0), dtype, blocks=True, int8=True)
     return plain_tolerance(layer, dtype)
 
@@ -34,6 +34,20 @@ def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
 def plain_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     base = tolerance_of("experts", "out", torch.empty(0), dtype, blocks=layer.shape.weights is not None)
     return grown(base, layer) if dtype == torch.float32 else base
+
+
+def tile_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
+    """How far results of two tiles may be apart: they round activations alike, but for sums in another order."""
+    plain, flips = (
+        plain_tolerance(layer, dtype),
+        Tolerance(2e-3, 1e-3, "a hidden value may round to the next of 8 bits"),
+    )
+    return flips if _rounds(layer) and plain.worst < flips.worst else plain
+
+
+def _rounds(layer: Layer) -> bool:
+    """Whether activations may be rounded to 8 bits."""
+    return any(not spec.endswith(":exact") for spec in layer.shape.weights or ())
 
 
 def grown(base: Tolerance, layer: Layer) -> Tolerance:

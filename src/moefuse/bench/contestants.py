@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import moefuse
 from moefuse.bench import check, machine
 from moefuse.bench.inputs import Layer, Slot
 from moefuse.bench.peers import Peer
-from moefuse.bench.result import OURS
+from moefuse.bench.result import OURS, PLAIN
 from moefuse.testing.compare import Difference, Tolerance
 
 BLOCK, EXPERTS, ROUTE_PLAN, TRAINING, LORA = "block", "experts", "route+plan", "training", "lora"
@@ -64,6 +64,31 @@ def ours(layer: Layer, dtype: torch.dtype, backend: str | None) -> list[Contesta
         Contestant(OURS, EXPERTS, experts, check.experts_error, tolerance),
         Contestant(OURS, ROUTE_PLAN, route_plan, check.route_plan_error, check.plain_tolerance(layer, torch.float32)),
     ]
+
+
+def in_numbers(
+    slots: Sequence[Slot], plain: Sequence[Layer], dtype: torch.dtype, backend: str | None
+) -> list[Contestant]:
+    """Our block and our experts on the tokens and routing of these slots, with the stacks of plain layers."""
+    layers = list({id(slot.layer): slot.layer for slot in slots}.values())
+    stacks = {id(layer): plain[i % len(plain)] for i, layer in enumerate(layers)}
+
+    def twin(slot: Slot) -> Slot:
+        own = stacks[id(slot.layer)]
+        return replace(slot, layer=replace(slot.layer, shape=own.shape, gate_up=own.gate_up, down=own.down))
+
+    # Made before, for what is timed.
+    twins = {id(slot): twin(slot) for slot in slots}
+
+    def made(contestant: Contestant) -> Contestant:
+        return replace(
+            contestant,
+            name=PLAIN,
+            call=lambda slot: contestant.call(twins[id(slot)]),
+            error=lambda got, slot: contestant.error(got, twins[id(slot)]),
+        )
+
+    return [made(c) for c in ours(twins[id(slots[0])].layer, dtype, backend) if c.scope in (BLOCK, EXPERTS)]
 
 
 def refusal(peer: Peer, layer: Layer, tokens: int, dtype: torch.dtype, device: torch.device) -> str | None:

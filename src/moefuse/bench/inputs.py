@@ -12,8 +12,9 @@ import moefuse
 from moefuse.bench import machine
 from moefuse.bench.floor import BEYOND_CACHE
 from moefuse.bench.shapes import Shape
+from moefuse.quant.arrange import wanted
 from moefuse.quant.formats import FORMATS
-from moefuse.quant.tensor import QuantTensor, format_in, wrap
+from moefuse.quant.tensor import QuantTensor, arrange_, format_in, wrap
 from moefuse.testing.random_blocks import random_blocks
 
 GRAPH_LAYERS = 12
@@ -113,7 +114,7 @@ def make_layers(shape: Shape, dtype: torch.dtype, device: torch.device, count: i
             part.copy_(made[: part.numel()])
         stacked = wrap(blocks, spec)
         assert isinstance(stacked, QuantTensor)
-        return stacked
+        return arrange_(stacked, wanted(blocks))
 
     def experts(which: int, *sizes: int) -> Tensor | QuantTensor:
         if shape.weights is None:

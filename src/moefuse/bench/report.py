@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -15,7 +15,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from moefuse import config
-from moefuse.bench.result import FLOOR, OURS, Result, Row
+from moefuse.bench.contestants import EXPERTS, ROUTE_PLAN
+from moefuse.bench.result import FLOOR, OURS, PLAIN, Result, Row
 
 FORMAT = 1
 #: columns that a narrow terminal does without, the first to go first
@@ -70,9 +71,9 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
 
     columns: dict[str, Callable[[Row], str]] = {
         "T": lambda row: str(row.tokens or ""),
-        "who": lambda row: f"{row.name} {row.scope}" if row.name == OURS else row.name,
+        "who": lambda row: _who(row, result.dtype),
         "mode": lambda row: row.mode,
-        "time": lambda row: duration(row.seconds) if row.seconds is not None else _missing(row),
+        "time": _time,
         "x\nfloor": lambda row: _number(row.times_floor, ".2f"),
         "GB/s": lambda row: _digits(None if row.bytes_per_second is None else row.bytes_per_second / 1e9),
         "of\nread": lambda row: _number(row.bandwidth_share, ".0%"),
@@ -80,12 +81,95 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     scopes = {own.scope for own in result.rows if own.name == OURS and own.faster_than}
     for scope in sorted(scopes):
         columns[f"gain,\n{scope}" if result.rates else "gain"] = lambda row, scope=scope: gain(row, scope)  # type: ignore[misc]
+    columns[f"over\n{result.dtype}"] = lambda row: _number(row.over_plain, ".2f")
     columns["launches"] = lambda row: _number(row.launches, "d")
     columns["peak\nMB"] = lambda row: _digits(None if row.peak_bytes is None else row.peak_bytes / 1e6)
     columns["error"] = lambda row: _number(row.error_rms, ".1e")
     if not any(row.mode in ("graph", "eager") for row in result.rows):
         del columns["mode"]
     return {heading: write for heading, write in columns.items() if any(write(row) for row in result.rows)}
+
+
+def _who(row: Row, dtype: str) -> str:
+    if row.name == PLAIN:
+        return f"{OURS} {row.scope}, {dtype}"
+    return f"{row.name} {row.scope}" if row.name == OURS else row.name
+
+
+def matrix(results: Sequence[Result]) -> Table:
+    """Block formats under each other, one section per token count: what each takes, its floor, and numbers' time."""
+    dtype, (scope, *others) = results[0].dtype, _scopes(results)
+    shown = Table(
+        title=f"{results[0].title.split(' in ')[0]}, formats beside {dtype}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    peers = list(dict.fromkeys(name for result in results for row in result.rows for name in row.faster_than))
+    headings = ["T", "weights", "bits", scope, "floor", "x\nfloor", dtype, f"over\n{dtype}"]
+    headings += [heading for other in others for heading in (other, f"over\n{dtype}")]
+    for heading in (*headings, "error", *(f"gain,\n{name}" for name in peers)):
+        shown.add_column(heading, justify="left" if heading == "weights" else "right", no_wrap=True)
+    for T in dict.fromkeys(row.tokens for result in results for row in result.rows):
+        for first, result in zip((True, *[False] * len(results)), results, strict=False):
+            mine, plain, floor = (_first(result, T, name, scope) for name in (OURS, PLAIN, FLOOR))
+            cells = [str(T) if first else "", result.weights, _number(result.bits, ".4g"), _time(mine), _time(floor)]
+            cells += [_number(mine.times_floor, ".2f"), _time(plain), _number(mine.over_plain, ".2f")]
+            more = [_first(result, T, OURS, other) for other in others]
+            cells += [cell for row in more for cell in (_time(row), _number(row.over_plain, ".2f"))]
+            cells += [_number(mine.error_rms, ".1e")]
+            cells += [_number(mine.faster_than.get(name), ".2f", "x") for name in peers]
+            shown.add_row(*cells, style="red" if any(row.wrong for row in (mine, plain, *more)) else "")
+        shown.add_section()
+    return shown
+
+
+def page(results: Sequence[Result]) -> str:
+    """The same for a document, in Markdown: a table of each, the experts and the whole block, formats by tokens."""
+    dtype, counts = results[0].dtype, list(dict.fromkeys(row.tokens for result in results for row in result.rows))
+    found = []
+    for scope in _scopes(results):
+        lines = [f"| {scope}: time, over {dtype}, over its floor | bits | {' | '.join(f'T={T}' for T in counts)} |"]
+        lines.append("|---" * (len(counts) + 2) + "|")
+        plain = [_cell(_median(_first(result, T, PLAIN, scope) for result in results)) for T in counts]
+        lines.append(f"| {dtype} | {_PLAIN_BITS[dtype]} | {' | '.join(plain)} |")
+        for result in results:
+            cells = [_cell(_first(result, T, OURS, scope)) for T in counts]
+            lines.append(f"| {result.weights} | {result.bits:.4g} | {' | '.join(cells)} |")
+        found.append("\n".join(lines) + "\n")
+    return "\n".join(found)
+
+
+_PLAIN_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
+
+
+def _median(rows: Iterable[Row]) -> Row:
+    """The row in the middle of those that have a time."""
+    timed = sorted((row for row in rows if row.seconds is not None), key=lambda row: row.seconds or 0.0)
+    return timed[len(timed) // 2] if timed else Row(None, PLAIN, "", "")
+
+
+def _cell(row: Row) -> str:
+    parts = (_time(row), _number(row.over_plain, ".2f"), _number(row.times_floor, ".2f"))
+    return ", ".join(part for part in parts if part)
+
+
+def _scopes(results: Sequence[Result]) -> list[str]:
+    """What ran in blocks and in numbers: the experts before the whole block."""
+    found = {row.scope for result in results for row in result.rows if row.name == OURS} - {ROUTE_PLAN}
+    return sorted(found, key=lambda scope: (scope != EXPERTS, scope))
+
+
+def _first(result: Result, tokens: int | None, name: str, scope: str) -> Row:
+    """The row of the first mode, in which the device is at its best; an empty one where there is none."""
+    found = (row for row in result.rows if (row.tokens, row.name, row.scope) == (tokens, name, scope))
+    return next(found, Row(tokens, name, scope, ""))
+
+
+def _time(row: Row) -> str:
+    return duration(row.seconds) if row.seconds is not None else _missing(row)
 
 
 def _missing(row: Row) -> str:
@@ -121,10 +205,32 @@ def print_result(result: Result, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _lines(result: Result) -> list[str]:
+def print_matrix(results: Sequence[Result], console: Console) -> None:
+    """The formats of several results in one table, and what of theirs must stand beside it."""
+    console.print(matrix(results))
+    lines = [_machine(results[0])]
+    lines += [f"over {results[0].dtype}: the time over that of the layer in {results[0].dtype}, in the same turns"]
+    for T in results[0].rates:
+        read, products = ([result.rates[T][rate] / 1e9 for result in results] for rate in ("bandwidth", "matrix"))
+        rates = f"read {_digits(min(read))} to {_digits(max(read))} GB/s"
+        lines.append(f"T={T}: {rates}, products {_digits(min(products))} to {_digits(max(products))} GFLOP/s")
+    for result in results:
+        lines += [f"{result.weights}: {line}" for line in _row_notes(result)]
+    lines += dict.fromkeys(note for result in results for note in result.notes)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _machine(result: Result) -> str:
     facts = result.machine
     threads = "" if facts["device"].startswith("cuda") else f", {facts['threads']} threads on {facts['cores']} cores"
-    lines = [f"{facts['device']}: {facts['processor']}{threads}; our backend: {result.backend}"]
+    return f"{facts['device']}: {facts['processor']}{threads}; our backend: {result.backend}"
+
+
+def _lines(result: Result) -> list[str]:
+    lines = [_machine(result)]
+    if result.weights:
+        lines.append(f"weights: {result.weights}, {result.bits:.4g} bits each")
     if any(row.faster_than for row in result.rows):
         lines.append("gain: the time of that row over ours; above 1 we are faster")
     if any(row.error_rms for row in result.rows):
@@ -136,11 +242,16 @@ def _lines(result: Result) -> list[str]:
             f"products {_digits(rates['matrix'] / 1e9)} GFLOP/s ({rates['matrix_how']})"
         )
         lines.append(f"T={T}: {result.rotation[T]}")
+    return lines + _row_notes(result) + result.notes
+
+
+def _row_notes(result: Result) -> list[str]:
+    lines = []
     for row in result.rows:
         if row.note and row.name != FLOOR:
             at = "" if row.tokens is None else f"T={row.tokens}: "
             lines.append(f"{at}{row.name} {row.scope}{f', {row.mode}' if row.mode == 'graph' else ''}: {row.note}")
-    return lines + result.notes
+    return lines
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -158,8 +269,10 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_text(result: Result) -> str:
-    return json.dumps(as_json(result), indent=2)
+def as_text(results: Sequence[Result]) -> str:
+    """One result, or a list of several."""
+    found = [as_json(result) for result in results]
+    return json.dumps(found[0] if len(found) == 1 else found, indent=2)
 
 
 def plot_unavailable() -> str | None:

@@ -11,10 +11,21 @@ from typing import Any
 import torch
 
 from moefuse.bench import inputs, machine, timing, training
-from moefuse.bench.contestants import BLOCK, EXPERTS, LORA, ROUTE_PLAN, TRAINING, Contestant, ours, refusal, theirs
+from moefuse.bench.contestants import (
+    BLOCK,
+    EXPERTS,
+    LORA,
+    ROUTE_PLAN,
+    TRAINING,
+    Contestant,
+    in_numbers,
+    ours,
+    refusal,
+    theirs,
+)
 from moefuse.bench.floor import Floor, Probe
 from moefuse.bench.peers import Peer
-from moefuse.bench.result import FLOOR, OURS, Result, Row
+from moefuse.bench.result import FLOOR, OURS, PLAIN, Result, Row
 from moefuse.bench.shapes import Shape
 from moefuse.ops._core.select import choose
 from moefuse.types import name_of
@@ -57,9 +68,49 @@ def held(shape: Shape, options: Options) -> Shape:
 @torch.no_grad()
 def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick) -> Result:
     """Ours, the peers and the floor on one layer of this shape, for each token count."""
+    tick("measuring the floor", 0.0)
+    limits = Floor.measure(options.dtype, options.device)
+    return _bench(shape, tokens, peers, limits, [], options, tick)
+
+
+@torch.no_grad()
+def bench_formats(
+    shapes: Sequence[Shape], tokens: Sequence[int], peers: Sequence[Peer], options: Options, tick: Tick
+) -> list[Result]:
+    """The same of one layer in several block formats, each taking turns with the layer in plain numbers.
+
+    In training those numbers are the blocks' own.
+    """
     dtype, device = options.dtype, options.device
     tick("measuring the floor", 0.0)
-    limits = Floor.measure(dtype, device)
+    limits, plain = Floor.measure(dtype, device), shapes[0].plain
+    layers: list[inputs.Layer] = []
+    if not options.training and inputs.fits(plain, dtype, device) is None:
+        layers = inputs.make_layers(plain, dtype, device, inputs.layer_count(plain, dtype, device))
+    results = []
+    for step, shape in enumerate(shapes):
+        name = "/".join(dict.fromkeys(shape.weights or ()))
+
+        def advance(label: str, share: float, name: str = name, step: int = step) -> None:
+            tick(f"{name}: {label}", (step + share) / len(shapes))
+
+        results.append(_bench(shape, tokens, peers, limits, layers, options, advance))
+        if not layers and not options.training:
+            results[-1].notes.append(f"no room for the layer in {name_of(dtype)} beside the one in {name}")
+    return results
+
+
+def _bench(
+    shape: Shape,
+    tokens: Sequence[int],
+    peers: Sequence[Peer],
+    limits: Floor,
+    plain: Sequence[inputs.Layer],
+    options: Options,
+    tick: Tick,
+) -> Result:
+    """``plain``: layers in numbers to take turns with, where this one is in blocks."""
+    dtype, device = options.dtype, options.device
     tick("making weights", 0.05)
     layers = inputs.make_layers(shape, dtype, device, inputs.layer_count(held(shape, options), dtype, device))
     result = Result(
@@ -69,6 +120,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
         command=options.command,
         machine=machine.describe(device),
         shape=dataclasses.asdict(shape),
+        bits=shape.bits(dtype),
     )
     for step, T in enumerate(tokens):
         start, span = 0.1 + 0.9 * step / len(tokens), 0.9 / len(tokens)
@@ -76,7 +128,7 @@ def bench_shape(shape: Shape, tokens: Sequence[int], peers: Sequence[Peer], opti
         def advance(label: str, share: float, T: int = T, start: float = start, span: float = span) -> None:
             tick(f"T={T}: {label}", start + span * share)
 
-        _at_tokens(result, T, layers, peers, limits, options, advance)
+        _at_tokens(result, T, layers, plain, peers, limits, options, advance)
     return result
 
 
@@ -84,6 +136,7 @@ def _at_tokens(
     result: Result,
     T: int,
     layers: list[inputs.Layer],
+    plain: Sequence[inputs.Layer],
     peers: Sequence[Peer],
     limits: Floor,
     options: Options,
@@ -94,12 +147,18 @@ def _at_tokens(
     slots = inputs.make_slots(layers, T, dtype, device)
     field = ours(layers[0], dtype, options.backend)
     scope = EXPERTS
-    read, flops = statistics.mean(shape.active_bytes(slot.ids, dtype) for slot in slots), float(shape.flops(T))
+    read, read_plain = (
+        statistics.mean(s.active_bytes(slot.ids, dtype) for slot in slots) for s in (shape, shape.plain)
+    )
+    flops = float(shape.flops(T))
     if options.training:
         field, scope = [training.ours(layers[0], dtype, options.backend)], TRAINING
         if shape.weights is not None:
             field, scope = training.adapted(layers, dtype, options.backend), LORA
+            read_plain *= 2
         read, flops = training.work(shape, slots, T, dtype)
+    if plain:
+        field += in_numbers(slots, plain, dtype, options.backend)
     rows: list[Row] = []
     for peer in peers:
         reason = refusal(peer, layers[0], T, dtype, device)
@@ -110,11 +169,13 @@ def _at_tokens(
     measured, probed = measure(field, slots, T, options, limits.taking_part(read, flops), tick)
     rates = limits.rates(probed)
     least = rates.seconds(read, flops)
-    rows = sorted([*measured, *rows], key=lambda row: (row.name != OURS, ("", *modes(device)).index(row.mode)))
+    order = {OURS: 0, PLAIN: 1}
+    rows = sorted([*measured, *rows], key=lambda row: (order.get(row.name, 2), ("", *modes(device)).index(row.mode)))
     for row in rows:
         if row.scope in (BLOCK, EXPERTS, TRAINING, LORA) and row.seconds:
-            row.times_floor, row.read_bytes = row.seconds / least, read
-            row.bytes_per_second = read / row.seconds
+            mine = read_plain if row.name == PLAIN else read
+            row.times_floor, row.read_bytes = row.seconds / rates.seconds(mine, flops), mine
+            row.bytes_per_second = mine / row.seconds
             row.bandwidth_share = row.bytes_per_second / rates.bandwidth
     compare(rows)
     bound = f"{rates.bound(read, flops)}-bound"
@@ -219,8 +280,12 @@ def compare(rows: list[Row]) -> None:
     """Give each of our rows that others have the like of their times over its own, in the same mode."""
     for row in rows:
         if row.name == OURS and row.seconds and row.scope != ROUTE_PLAN:
-            others = (other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds)
-            row.faster_than = {other.name: other.seconds / row.seconds for other in others if other.seconds}
+            others = [other for other in rows if other.name != OURS and other.mode == row.mode and other.seconds]
+            row.faster_than = {
+                other.name: other.seconds / row.seconds for other in others if other.seconds and other.name != PLAIN
+            }
+            plain = (other.seconds for other in others if other.name == PLAIN and other.scope == row.scope)
+            row.over_plain = next((row.seconds / seconds for seconds in plain if seconds), None)
 
 
 def _brief(failure: Exception) -> str:

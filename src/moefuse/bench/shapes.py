@@ -73,6 +73,20 @@ class Shape:
         up, down = (format_of(format_in(spec)) for spec in self.weights)
         return self.rows * up.row_bytes(self.hidden) + self.hidden * down.row_bytes(self.intermediate) + biases
 
+    def bits(self, dtype: torch.dtype) -> float:
+        """Of one of the experts' weights, scales included.
+
+        >>> find("qwen3-30b-a3b").in_blocks("Q4_K", "Q6_K").bits(torch.bfloat16)
+        5.1875
+        """
+        values = (self.rows + self.intermediate) * self.hidden
+        return 8 * replace(self, bias=False).expert_bytes(dtype) / values
+
+    @property
+    def plain(self) -> Shape:
+        """The same layer with its experts as numbers."""
+        return replace(self, weights=None)
+
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """All experts and the router."""
         return self.experts * (self.expert_bytes(dtype) + self.hidden * dtype.itemsize)

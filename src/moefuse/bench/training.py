@@ -19,14 +19,14 @@ from moefuse.bench import check
 from moefuse.bench.contestants import LORA, TRAINING, Contestant
 from moefuse.bench.inputs import Layer, Slot
 from moefuse.bench.peers import Peer
-from moefuse.bench.result import OURS
+from moefuse.bench.result import OURS, PLAIN
 from moefuse.bench.shapes import Shape
 from moefuse.nn.lora import ExpertsLoRA, add_lora
 from moefuse.nn.moe import MoE
 from moefuse.ops.composed import composed
 from moefuse.quant.tensor import QuantTensor
 from moefuse.testing.compare import Difference, Tolerance, difference
-from moefuse.types import Activation, Stacks, Tail, name_of
+from moefuse.types import Activation, Stacks, Tail
 
 #: gradients of x, of the weights and of the two stacks
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -98,7 +98,7 @@ def adapted(layers: list[Layer], dtype: torch.dtype, backend: str | None) -> lis
     bound = _tolerance(plain, dtype)
     return [
         Contestant(OURS, LORA, lambda slot: step(slot, slot.layer), error, bound if exact else check.IN_8_BITS),
-        Contestant(name_of(dtype), LORA, lambda slot: step(slot, in_numbers[id(slot.layer)]), error, bound),
+        Contestant(PLAIN, LORA, lambda slot: step(slot, in_numbers[id(slot.layer)]), error, bound),
     ]
 
 

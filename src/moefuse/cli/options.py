@@ -13,18 +13,26 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moefuse import backends, config
 from moefuse.bench import shapes
+from moefuse.quant.formats import FORMATS
 from moefuse.types import dtype_named
 
 DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_MODEL = "qwen3-30b-a3b"
 
-_MODEL = f"One of {', '.join(shapes.names())}; without it, {DEFAULT_MODEL}."
-Model = Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)]
+MODEL = f"One of {', '.join(shapes.names())}; without it, {DEFAULT_MODEL}."
+Model = Annotated[str | None, typer.Argument(help=MODEL, show_default=False)]
 Experts = Annotated[int | None, typer.Option(help="Instead of a model, its sizes: experts,")]
 Hidden = Annotated[int | None, typer.Option(help="hidden size,")]
 Intermediate = Annotated[int | None, typer.Option(help="intermediate size of one expert,")]
 TopK = Annotated[int | None, typer.Option(help="and experts per token.")]
 Tokens = Annotated[str, typer.Option(help="Token counts, with commas between.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Experts in GGUF blocks: formats with commas between, or all; Q4_K/Q6_K for gate_up and down, "
+        "Q4_K:exact keeps x in f32."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")]
 
 
@@ -98,14 +106,35 @@ def shape(model: str | None, sizes: tuple[int | None, ...]) -> shapes.Shape:
         stop("sizes", str(error))
 
 
-def in_blocks(shape: shapes.Shape, weights: str | None) -> shapes.Shape:
-    if weights is None:
-        return shape
-    specs = [part.strip() for part in weights.split(",")]
-    if len(specs) > 2:
-        stop("--weights", f"one format, or one for gate_up and one for down, got {weights!r}")
+def in_blocks(shape: shapes.Shape, weights: str) -> list[shapes.Shape]:
+    """The layer in each of the formats that ``--weights`` asks for."""
+    found: list[shapes.Shape] = []
+    for part in weights.split(","):
+        name, _, mode = part.strip().partition(":")
+        if name == "all":
+            found += _in_every_format(shape, f":{mode}" if mode else "")
+            continue
+        specs = [spec.strip() for spec in part.split("/")]
+        if len(specs) > 2:
+            stop("--weights", f"one format, or one for gate_up and one for down as in Q4_K/Q6_K, got {part!r}")
+        try:
+            found.append(shape.in_blocks(specs[0], specs[-1]))
+        except ValueError as error:
+            stop("--weights", str(error))
+    return list(dict.fromkeys(found))
+
+
+def _in_every_format(shape: shapes.Shape, mode: str) -> list[shapes.Shape]:
+    """Those whose blocks its rows are made of, fewest bits first."""
+    fitting = [
+        form
+        for form in sorted(FORMATS.values(), key=lambda form: form.bits)
+        if shape.hidden % form.values == shape.intermediate % form.values == 0
+    ]
+    if not fitting:
+        stop("--weights", f"no format has blocks that fill rows of {shape.hidden} and {shape.intermediate}")
     try:
-        return shape.in_blocks(specs[0], specs[-1])
+        return [shape.in_blocks(form.name + mode, form.name + mode) for form in fitting]
     except ValueError as error:
         stop("--weights", str(error))
 

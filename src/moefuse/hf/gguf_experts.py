@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse.nn.quantized import QuantEmbedding, QuantLinear, QuantModule
+from moefuse.nn.quantized import BlockModule, QuantEmbedding, QuantLinear, QuantModule
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops.experts import experts
 from moefuse.quant.tensor import QuantTensor, wrap
@@ -24,7 +24,7 @@ _STOCK_NAMES = {
 }
 
 
-class BlockExperts(nn.Module):
+class BlockExperts(BlockModule):
     """Takes the place of a model's experts module and computes with moefuse, whichever implementation is named.
 
     Stacks are buffers: bytes where they are in blocks, so that ``to`` moves them and leaves their type alone. They have
@@ -53,14 +53,12 @@ class BlockExperts(nn.Module):
         self.config, self.activation = stock.config, activation
         self.num_experts = tensors["down"].shape[0]
         self.has_bias = "down_bias" in tensors
-        #: name of a stack in blocks -> its `QuantTensor.spec`
-        self.specs: dict[str, str] = {}
+        self.specs = {}
         self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
         for name, value in tensors.items():
             kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
             if isinstance(value, QuantTensor):
-                self.specs[kept] = value.exactly(exact).spec
-                self.register_buffer(kept, value.blocks)
+                self._hold(kept, value.exactly(exact))
             else:
                 self.register_buffer(kept, value.to(dtype))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
+from moefuse.nn.quantized import BlockModule
 from moefuse.nn.shared import autocast_type, shared_expert, shared_logit, stack_arguments
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
@@ -24,13 +25,13 @@ from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
 from moefuse.quant.gguf import GGUFFile, read
-from moefuse.quant.tensor import QuantTensor, wrap
+from moefuse.quant.tensor import QuantTensor, in_file_order, wrap
 from moefuse.types import Activation, Routing, Stacks, Tail
 
 _FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
 
 
-class MoE(nn.Module):
+class MoE(BlockModule):
     """Router, experts, optional shared expert, and an optional tail: residual and the next norm.
 
     Experts from `from_gguf` stay in their blocks: buffers of bytes, which ``to``, ``state_dict`` and its kin treat like
@@ -109,8 +110,7 @@ class MoE(nn.Module):
         self.auxiliary_loss: Tensor | None = None
         self.stats: RoutingStats | None = None
         self.lora: ExpertsLoRA | None = None
-        #: name of a weight in blocks -> its `QuantTensor.spec`
-        self.specs: dict[str, str] = {}
+        self.specs = {}
         self.activation = check_activation("MoE", activation)
         E, H, I = num_experts, hidden, intermediate
         rows = self.activation.width
@@ -187,8 +187,7 @@ class MoE(nn.Module):
         for name, value in tensors.items():
             if isinstance(value, QuantTensor):
                 delattr(module, name)
-                module.register_buffer(name, value.blocks)
-                module.specs[name] = value.exactly(exact).spec
+                module._hold(name, value.exactly(exact))
             elif name == "selection_bias":
                 module.selection_bias = value
             else:
@@ -216,16 +215,20 @@ class MoE(nn.Module):
         gate_up, up, down = (self.stack(name, dtype) for name in ("shared_gate_up", "shared_up", "shared_down"))
         return Stacks(gate_up, up, down, layout=self.shared_layout if up is None else "halves")
 
+    def _file_specs(self) -> dict[str, str]:
+        return {name: in_file_order(spec) for name, spec in self.specs.items()}
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.specs:
-            destination[prefix + "specs"] = torch.tensor(list(json.dumps(self.specs).encode()), dtype=torch.uint8)
+            specs = json.dumps(self._file_specs())
+            destination[prefix + "specs"] = torch.tensor(list(specs.encode()), dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         given = state_dict.pop(prefix + "specs", None)
-        specs = {} if given is None else json.loads(bytes(given.tolist()))
-        if specs != self.specs:
-            raise ValueError(f"MoE: the state must have the formats {self.specs}, got {specs}")
+        specs, own = {} if given is None else json.loads(bytes(given.tolist())), self._file_specs()
+        if specs != own:
+            raise ValueError(f"MoE: the state must have the formats {own}, got {specs}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,17 +12,83 @@ from torch import Tensor, nn
 from moefuse.nn.shared import autocast_type
 from moefuse.ops._core.checks import FLOATS, check_instance, check_tensor
 from moefuse.ops.linear import linear
-from moefuse.quant.tensor import QuantTensor
+from moefuse.quant.arrange import FILE, wanted
+from moefuse.quant.tensor import QuantTensor, arrange_, in_file_order, wrap
+
+
+class BlockModule(nn.Module):
+    """What modules with buffers in blocks share.
+
+    Wherever the buffers move, their blocks are arranged as the backend of that device reads them. The state dict holds
+    them in the file's own order, whatever the device.
+    """
+
+    #: name of a buffer in blocks -> its `QuantTensor.spec`
+    specs: dict[str, str]
+
+    def _held(self) -> dict[str, QuantTensor]:
+        """Each buffer in blocks, by its name."""
+        buffers: Any = self._buffers
+        held: Any = {name: wrap(buffers[name], spec) for name, spec in self.specs.items()}
+        return held  # type: ignore[no-any-return]
+
+    def _hold(self, name: str, weight: QuantTensor) -> None:
+        """Take blocks as a buffer of that name, as the device where they lie wants them."""
+        weight = weight.arranged(wanted(weight.blocks))
+        self.register_buffer(name, weight.blocks)
+        self.specs[name] = weight.spec
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self._held()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for name, moved in self._held().items():
+            old, order = before[name].blocks, wanted(moved.blocks)
+            if order != moved.arrangement:
+                self._hold(name, _rearranged(moved, order, old))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in self._held().items():
+            if weight.arrangement != FILE:
+                destination[prefix + name] = weight.arranged(FILE).blocks
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        for name, weight in self._held().items():
+            given = state_dict.get(prefix + name)
+            if given is None or given.shape != weight.blocks.shape:
+                continue
+            loaded = replace(weight, arrangement=FILE)
+            if local_metadata.get("assign_to_params_buffers", False):
+                self._hold(name, loaded)
+            else:
+                arrange_(loaded, weight.arrangement)
+
+
+def _rearranged(moved: QuantTensor, order: str, before: Tensor) -> QuantTensor:
+    """Blocks that came from elsewhere, in another arrangement."""
+    if before.is_meta:
+        return replace(moved, arrangement=order)  # there is nothing in them yet
+    if moved.blocks.data_ptr() == before.data_ptr():
+        return moved.arranged(order)
+    if before.is_cuda and not moved.blocks.is_cuda:
+        torch.cuda.synchronize(before.device)  # the copy may be under way
+    return arrange_(moved, order)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModuleWeight(QuantTensor):
-    """The blocks of a module, and the type that their numbers have in its model, which code beside it may go by."""
+    """The blocks of a module, and the type that their numbers have in its model, which code beside it may go by.
+
+    ``wanted`` is the arrangement that the device of the blocks asked for when the module last saw them.
+    """
 
     dtype: torch.dtype = torch.float32
+    wanted: str = FILE
 
 
-class QuantModule(nn.Module):
+class QuantModule(BlockModule):
     """What modules with a weight in blocks share.
 
     The blocks are a buffer of bytes: ``to`` moves them and leaves their type alone. They are frozen, and gradients pass
@@ -45,26 +111,50 @@ class QuantModule(nn.Module):
             raise ValueError(f"{name}: weight must be [N, K], got shape {list(weight.shape)}")
         if dtype not in (None, *FLOATS):
             raise TypeError(f"{name}: dtype must be a floating-point type, got {dtype}")
-        #: the `QuantTensor.spec` of the blocks
-        self.spec = weight.spec
-        self._kept: ModuleWeight | None = None  # making it anew would take longer than a small product
-        self.register_buffer("blocks", weight.blocks)
         # Empty: it is there for its type, which follows ``to`` as that of numbers would.
         self.register_buffer("_numbers", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
+        self._hold("blocks", weight)
+
+    def _hold(self, name: str, weight: QuantTensor) -> None:
+        order = wanted(weight.blocks)
+        blocks = weight.arranged(order).blocks
+        self.register_buffer(name, blocks)
+        # Making it anew at each call would take longer than a small product.
+        self._kept = ModuleWeight(blocks, weight.format, weight.exact, order, self._numbers.dtype, order)
+
+    def _held(self) -> dict[str, QuantTensor]:
+        return {"blocks": self.weight}
 
     @property
     def weight(self) -> ModuleWeight:
         """The blocks as the ops take them; ``dtype``, ``device`` and ``shape`` are those of the numbers."""
         buffers: Any = self._buffers  # nn.Module takes its time to find one
         kept, blocks, dtype = self._kept, buffers["blocks"], buffers["_numbers"].dtype
+        order = wanted(blocks)
         compiling = torch.compiler.is_compiling()  # a graph is to know the blocks as a buffer
-        if kept is not None and kept.blocks is blocks and kept.dtype is dtype and not compiling:
+        same = kept.blocks is blocks and kept.wanted == order
+        if same and kept.dtype is dtype and not compiling:
             return kept
-        form, colon, _ = self.spec.partition(":")
-        made = ModuleWeight(blocks, form, bool(colon), dtype=dtype)
+        # The same tensor elsewhere: another module that shares it moved it. Another tensor: its bytes are as ours were.
+        moved = kept.blocks is blocks and kept.wanted != order
+        made = ModuleWeight(blocks, kept.format, kept.exact, order if moved else kept.arrangement, dtype, order)
         if not compiling:
             self._kept = made
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._kept = self.weight
+        return vars(self).copy()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        # A copy may lie on another device than what it is a copy of.
+        self._kept = replace(self._kept, wanted=wanted(self._kept.blocks))
+
+    @property
+    def spec(self) -> str:
+        """The `QuantTensor.spec` of the blocks."""
+        return self.weight.spec
 
     def dequantized(self) -> nn.Module:
         """The module of numbers that it stands for, its weight frozen."""
@@ -72,22 +162,25 @@ class QuantModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         blocks = self.blocks
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if not (blocks.is_meta or self.blocks.is_meta):
+        super()._apply(fn, recurse)
+        moved = self.weight
+        if not (blocks.is_meta or moved.blocks.is_meta):
             # As it does with parameters: the tensor stays and gets the new memory, for all that share it.
-            blocks.data, self.blocks = self.blocks, blocks
+            blocks.data = moved.blocks
+            self._hold("blocks", replace(moved, blocks=blocks))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "spec"] = torch.tensor(list(self.spec.encode()), dtype=torch.uint8)
+        destination[prefix + "spec"] = torch.tensor(list(in_file_order(self.spec).encode()), dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         given = state_dict.pop(prefix + "spec", None)
         if given is not None or prefix + "blocks" in state_dict:
             spec = None if given is None else bytes(given.tolist()).decode(errors="replace")
-            if spec != self.spec:
-                raise ValueError(f"{type(self).__name__}: {prefix}blocks must be in {self.spec}, got {spec}")
+            own = in_file_order(self.spec)
+            if spec != own:
+                raise ValueError(f"{type(self).__name__}: {prefix}blocks must be in {own}, got {spec}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ from moefuse.quant.formats import FORMATS
 FILE, PLANES = "", "planes"
 ARRANGEMENTS = (FILE, PLANES)
 #: device type -> what its backend reads; any other reads the file's own order
-WANTED: dict[str, str] = {}
+WANTED = {"cpu": FILE}
 
 # Bytes rearranged at a time: what caches hold, or what fills a GPU. A dozen times as many are in use meanwhile.
 _CHUNK, _GPU_CHUNK = 2**19, 2**23
@@ -82,26 +82,42 @@ def rearranged(blocks: Tensor, name: str, before: str, after: str) -> Tensor:
 
 def rearrange_(blocks: Tensor, name: str, before: str, after: str) -> None:
     """The same in place, with memory for a few matrices beside it."""
-    _fill(blocks, blocks, name, before, after)
+    if before != after:
+        _fill(blocks, blocks, name, before, after)
 
 
-def rows_of(blocks: Tensor, name: str, arrangement: str, rows: slice) -> Tensor:
-    """Some rows of a matrix ``[N, row bytes]``, in its arrangement."""
+def rows_of(blocks: Tensor, name: str, arrangement: str, index: slice | Tensor) -> Tensor:
+    """Rows of a matrix ``[N, row bytes]``, a slice of them or by their numbers ``[.., n]``, in its arrangement."""
+
+    def rows(matrix: Tensor) -> Tensor:
+        return embedding(index, matrix) if isinstance(index, Tensor) else matrix[index]
+
     if arrangement == FILE:
-        return blocks[rows]
-    parts = [view[rows].flatten() for view in _views(blocks, name, arrangement)]
-    return torch.cat(parts).view_as(blocks[rows])
+        return rows(blocks)
+    parts = [rows(view.flatten(1)) for view in _views(blocks, name, arrangement)]
+    if parts[0].dim() < 2:
+        return torch.cat(parts)
+    shape = (*parts[0].shape[:-1], blocks.shape[1])
+    return torch.cat([part.flatten(-2) for part in parts], -1).view(shape)
 
 
-def looked_up(blocks: Tensor, name: str, arrangement: str, ids: Tensor) -> Tensor:
-    """Rows of a matrix ``[N, row bytes]`` by their numbers ``[..]``, in the file's order."""
-    if arrangement == FILE:
-        return embedding(ids, blocks)
-    parts = {}
-    for field, view in zip(FIELDS[name], _views(blocks, name, arrangement), strict=True):
-        rows = _repacked(embedding(ids, view.flatten(1)), field.bits, _APART, field.apart)
-        parts[field.start] = _cut(rows, field.stop - field.start)
-    return torch.cat([parts[start] for start in sorted(parts)], -1).flatten(-2)
+def fields_of(rows: Tensor, name: str, arrangement: str) -> list[Tensor]:
+    """The fields of ``[.., row bytes]``, of each block after the other: codes one to a byte, ``[B, values]``, and what
+    else is stored, ``[B, bytes]``."""
+    rows = rows[None] if rows.dim() < 2 else rows
+    views = zip(FIELDS[name], _views(rows, name, arrangement), strict=True)
+    return [
+        split(view.flatten(0, -2), field.bits, field.apart if arrangement == FILE else _APART) for field, view in views
+    ]
+
+
+def split(data: Tensor, bits: int, apart: int) -> Tensor:
+    """Codes of so many bits from bytes ``[B, n]``, one to a byte, in the order of their values; see `Field`."""
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    codes: Tensor = _cut(data, 1, apart) >> shifts[:, None] & (2**bits - 1)
+    return codes.flatten(1)
 
 
 def _fill(target: Tensor, source: Tensor, name: str, before: str, after: str) -> None:

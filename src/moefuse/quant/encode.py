@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moefuse.quant.arrange import wanted
 from moefuse.quant.formats import FORMATS, plain_name
-from moefuse.quant.tensor import QuantTensor
+from moefuse.quant.tensor import QuantTensor, arrange_
 
 # Values worked on at a time: the search holds about ten float32 copies of them.
 _CHUNK = 2**20
@@ -30,7 +31,8 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
         format: Q4_K, Q6_K, Q5_K, Q8_0 or Q4_0, in any spelling.
 
     Returns:
-        A `QuantTensor` of the same shape on the same device. Memory beyond it stays within a few dozen MB.
+        A `QuantTensor` of the same shape on the same device, arranged for it. Memory beyond it stays within a few
+        dozen MB.
 
     >>> stack = quantize(torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256), "Q4_K")
     >>> stack
@@ -63,7 +65,7 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
             if not in_float32.isfinite().all():
                 raise ValueError("quantize: weight must be finite in float32, got NaN, infinity or beyond 3.4e38")
             into.copy_(ENCODE[form.name](in_float32))
-    return QuantTensor(blocks, form.name)
+    return arrange_(QuantTensor(blocks, form.name), wanted(blocks))
 
 
 def _same(name: str, given: object) -> bool:

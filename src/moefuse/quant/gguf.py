@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moefuse import config
+from moefuse.quant.arrange import FILE
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
 
@@ -427,7 +428,7 @@ def _write(gguf: Any, writer: Any, metadata: Mapping[str, Any], tensors: Mapping
         writer.data_alignment = int(metadata["general.alignment"])
     for name, tensor in tensors.items():
         if isinstance(tensor, QuantTensor):
-            number, rows = FORMATS[tensor.format].ggml, tensor.blocks
+            number, rows = FORMATS[tensor.format].ggml, tensor.arranged(FILE).blocks
         elif isinstance(tensor, Tensor) and tensor.dtype in numbers:
             number, rows = numbers[tensor.dtype], tensor.detach()
         else:

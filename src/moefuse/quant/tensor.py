@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.quant.arrange import FILE, check_arrangement, looked_up, rearrange_, rearranged, rows_of, wanted
+from moefuse.quant.arrange import FILE, check_arrangement, rearrange_, rearranged, rows_of, wanted
 from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
@@ -103,10 +103,10 @@ class QuantTensor:
         return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, slice(row, row + 1))[0])
 
     def rows(self, ids: Tensor) -> QuantTensor:
-        """Rows of a matrix ``[N, K]`` by their numbers, ``[.., K]``: a copy, in the file's order."""
+        """Rows of a matrix ``[N, K]`` by their numbers, ``[.., K]``: a copy."""
         if self.blocks.dim() != 2:
             raise ValueError(f"QuantTensor: rows are taken of a matrix [N, K], got shape {list(self.shape)}")
-        return replace(self, blocks=looked_up(self.blocks, self.format, self.arrangement, ids), arrangement=FILE)
+        return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantTensor:
         """On another device, arranged as its backend reads blocks.
@@ -122,8 +122,7 @@ class QuantTensor:
             return replace(self, blocks=moved)
         if moved.device == self.device:
             return self.arranged(order)
-        rearrange_(moved, self.format, self.arrangement, order)
-        return replace(self, blocks=moved, arrangement=order)
+        return arrange_(replace(self, blocks=moved), order)
 
     def arranged(self, arrangement: str) -> QuantTensor:
         """The same weights in another arrangement, in memory of their own; itself where it has it already."""
@@ -140,7 +139,7 @@ class QuantTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, in a tensor of their own: several times the memory of the blocks."""
         if self.blocks.dim() < 2 or self.shape.numel() <= _CHUNK:
-            return unpack(self.arranged(FILE).blocks, self.format).to(dtype)
+            return unpack(self.blocks, self.format, self.arrangement).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.blocks.dim() > 2:
             for e in range(len(self)):
@@ -148,7 +147,7 @@ class QuantTensor:
             return out
         rows = max(_CHUNK // max(out.shape[1], 1), 1)
         for start in range(0, out.shape[0], rows):
-            out[start : start + rows] = unpack(self[start : start + rows].arranged(FILE).blocks, self.format)
+            out[start : start + rows] = unpack(self[start : start + rows].blocks, self.format, self.arrangement)
         return out
 
     def __repr__(self) -> str:
@@ -156,6 +155,12 @@ class QuantTensor:
         mode = ", exact" if self.exact else ""
         sizes = f"shape={list(self.shape)}, device={self.device}, {self.nbytes:,} bytes"
         return f"QuantTensor({self.format}, {sizes}{order}{mode})"
+
+
+def arrange_(weight: QuantTensor, arrangement: str) -> QuantTensor:
+    """As `QuantTensor.arranged`, in the bytes themselves, which nobody else may be reading."""
+    rearrange_(weight.blocks, weight.format, weight.arrangement, arrangement)
+    return replace(weight, arrangement=arrangement)
 
 
 def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:

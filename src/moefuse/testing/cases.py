@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import moefuse
 from moefuse import backends
-from moefuse.ops._core import select
+from moefuse.ops._core.select import REFERENCES
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor, format_in
 from moefuse.testing import inputs as make
@@ -258,10 +259,14 @@ def run(
     *,
     gradients: bool = True,
     strange: Strange | None = None,
+    arrangement: str | None = None,
 ) -> Outcome:
-    """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone."""
+    """Run one case on one backend and compare it with float64; without ``gradients``, the forward alone.
+
+    ``arrangement``: of the blocks, instead of the one that the device's backend reads.
+    """
     made = case.inputs(seed, dtype)
-    here = {name: map_tensors(value, lambda t: t.to(device)) for name, value in made.items()}
+    here = make.moved(made, device, arrangement)
     if strange is not None:
         made, here = strange.change(made), strange.change(here)
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
@@ -490,21 +495,51 @@ CASES: tuple[Case, ...] = (
 
 
 def support_table() -> str:
-    """Which backend has a kernel for which op, gradient and format, and what the cases cover, as Markdown."""
+    """Which backend has a kernel for which op and format, backward ops included, and what the cases cover."""
     names = [row.name for row in backends.BACKENDS]
-    has = {row.name: row.load().OPS if row.exists() else {} for row in backends.BACKENDS}
+    rows = [(op, [_runs(row, op) for row in backends.BACKENDS], _covered(op)) for op in _every_op()]
     lines = [f"| op | {' | '.join(names)} | cases |", "|---" * (len(names) + 2) + "|"]
-    for op in dict.fromkeys(case.op for case in CASES):
-        cells = ["kernel" if all(part in has[name] for part in _parts_of(op)) else "reference" for name in names]
-        covered = ", ".join(case.name for case in CASES if case.op == op)
-        lines.append(f"| {op} | {' | '.join(cells)} | {covered} |")
-    ops = {case.op for case in CASES}
-    lines += ["", f"| in gradients | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for op in sorted(set(select.REFERENCES) - ops):
-        cells = ["kernel" if op in has[name] else "reference" for name in names]
+    lines += [f"| {op} | {' | '.join(cells)} | {covered} |" for op, cells, covered in rows]
+    lines += ["", f"| weights in blocks | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for op in filter(_takes_blocks, _every_op()):
+        cells = [_formats_run(row, op) for row in backends.BACKENDS]
         lines.append(f"| {op} | {' | '.join(cells)} |")
-    lines += ["", f"| format | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for name in FORMATS:
-        cells = ["kernel" if name in formats_of(backend) else "reference" for backend in names]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| format | bits | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for name, form in FORMATS.items():
+        cells = ["kernel" if name in formats_of(backend) else backends.REFERENCE for backend in names]
+        lines.append(f"| {name} | {form.bits:.4g} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _every_op() -> list[str]:
+    """Those of the case table, then those that only gradients call."""
+    return [*dict.fromkeys(case.op for case in CASES), *sorted(set(REFERENCES) - {case.op for case in CASES})]
+
+
+def _covered(op: str) -> str:
+    names = [case.name for case in CASES if case.op == op]
+    return ", ".join(names) or "the gradients of the cases above"
+
+
+def _runs(row: backends.Backend, op: str) -> str:
+    has = row.load().OPS if row.exists() else {}
+    if not all(part in has for part in _parts_of(op)):
+        return backends.REFERENCE
+    return (
+        "kernel" if "experts" not in _parts_of(op) or row.saves() else f"kernel; under gradients {backends.REFERENCE}"
+    )
+
+
+def _takes_blocks(op: str) -> bool:
+    """Whether a weight is among its arguments, alone or in a bundle."""
+    kinds = ("Weight", "QuantTensor", "Stacks", "Projections")
+    return any(p.annotation in kinds for part in _parts_of(op) for p in signature(REFERENCES[part]).parameters.values())
+
+
+def _formats_run(row: backends.Backend, op: str) -> str:
+    """The formats that a backend's kernel for an op takes."""
+    runs, formats = _runs(row, op), formats_of(row.name)
+    if runs == backends.REFERENCE or not formats:
+        return backends.REFERENCE
+    some = f"all {len(FORMATS)}" if len(formats) == len(FORMATS) else ", ".join(f for f in FORMATS if f in formats)
+    return runs.replace("kernel", some)

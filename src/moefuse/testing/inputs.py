@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,18 +49,30 @@ class Inputs:
 Maker = Callable[[Inputs], dict[str, Any]]
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """An argument of an op with every tensor in it changed."""
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], blocks: Callable[[QuantTensor], QuantTensor] | None = None
+) -> Any:
+    """An argument of an op with every tensor in it changed; those in blocks by ``blocks`` where that is given."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(map_tensors(item, change) for item in value)
+        return tuple(map_tensors(item, change, blocks) for item in value)
     if isinstance(value, QuantTensor):
-        return QuantTensor(change(value.blocks), value.format, value.exact)
+        return replace(value, blocks=change(value.blocks)) if blocks is None else blocks(value)
     if isinstance(value, moefuse.Plan):
         tensors = {name: change(t) for name, t in value.tensors.items()}
         return moefuse.Plan(**tensors, top_k=value.top_k, trusted=True)
     return value
+
+
+def moved(inputs: dict[str, Any], device: torch.device | str, arrangement: str | None = None) -> dict[str, Any]:
+    """The arguments of an op on a device; blocks arranged as its backend reads them, or as asked for."""
+
+    def blocks(value: QuantTensor) -> QuantTensor:
+        there = value.to(device)
+        return there if arrangement is None else there.arranged(arrangement)
+
+    return {name: map_tensors(value, lambda t: t.to(device), blocks) for name, value in inputs.items()}
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import finish
-from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
-from moefuse.backends.triton.grouped_linear import decoder_of, in_words, rows_of, up_weights
+from moefuse.backends.triton.formats.blocks import load_runs, row_products
+from moefuse.backends.triton.grouped_linear import decoder_of, may_round, row_sums, rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
-from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Activation, Outputs, Stacks, Tail, Weight
+from moefuse.types import Activation, Outputs, Stacks, Tail
 
 
 class _UpForm(NamedTuple):
-    """What the up product is compiled for. ``words``: in Q4_K, 16 bytes at once; ``rounded``: times x in 8 bits."""
+    """What the up product is compiled for. ``once``: block_k covers K; ``rounded``: blocks times x in 8 bits."""
 
     gated: bool
-    words: bool
+    once: bool
     rounded: bool
     block_n: int
     block_k: int
@@ -33,7 +32,7 @@ class _UpForm(NamedTuple):
 class _DownForm(NamedTuple):
     """Likewise the down product, which holds as many ``slots`` as the power of two that covers ``top_k``."""
 
-    words: bool
+    once: bool
     rounded: bool
     top_k: int
     slots: int
@@ -41,6 +40,33 @@ class _DownForm(NamedTuple):
     block_k: int
     block_h: int
     stages: int
+
+
+@triton.jit
+def _number_row(x_row, stride_xk, ptrs, n, N, K, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr):
+    """One row of x times rows ``n`` of numbers, and of second ones if GATED: [BLOCK_N] float32 each."""
+    w_ptr, stride_wn, stride_wk, u_ptr, stride_un, stride_uk = ptrs
+    BLOCK_N: tl.constexpr = n.shape[0]
+    inside = n < N
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_row + k * stride_xk
+    w_ptrs = w_ptr + n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
+    u_ptrs = u_ptr + n.to(tl.int64)[:, None] * stride_un + k[None, :] * stride_uk
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        left = k < K - start
+        x = tl.load(x_ptrs, mask=left, other=0.0).to(tl.float32)
+        # [BLOCK_N, BLOCK_K]
+        w = tl.load(w_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+        if GATED:
+            v = tl.load(u_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
+            up += v.to(tl.float32) * x[None, :]
+            u_ptrs += BLOCK_K * stride_uk
+        gate += w.to(tl.float32) * x[None, :]
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    return tl.sum(gate, 1), tl.sum(up, 1)
 
 
 @triton.jit
@@ -72,8 +98,8 @@ def _up_decode_kernel(
     GATED: tl.constexpr = FORM.gated
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
-    STAGES: tl.constexpr = FORM.stages
-    stride_xt, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk = strides
+    ROUNDED: tl.constexpr = FORM.rounded
+    stride_xt, stride_xk, stride_we, stride_wn, stride_wk, w_step, stride_ue, stride_un, stride_uk, u_step = strides
     wait()
     launch_dependents()
     s = tl.program_id(0)
@@ -85,61 +111,34 @@ def _up_decode_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     x_row = x_ptr + (s // top_k).to(tl.int64) * stride_xt
-    if FORM.words:
-        # The last tile's rows past the end are the last row again, and not stored.
-        row = tl.minimum(n, N - 1).to(tl.int64)
-        x_rows = x_row + tl.zeros([1], tl.int32)
-        w_rows = w_ptr + expert * stride_we + row * stride_wn
-        u_rows = u_ptr + expert * stride_ue + row * stride_un
-        GROUPS: tl.constexpr = BLOCK_K // 64
-        ptrs = (w_rows[None, :], u_rows[None, :] if GATED else None)
-        first = q4_k_load(w_rows[None, :], 0, K, GROUPS)
-        loaded = (first, q4_k_load(u_rows[None, :], 0, K, GROUPS) if GATED else None)
-        g, u = q4_k_products(loaded, ptrs, x_rows, K, stride_xk, GROUPS, FORM.rounded)
-        g, u = tl.reshape(g, [BLOCK_N]), tl.reshape(u, [BLOCK_N])
-    elif W_DECODE is not None or U_DECODE is not None:
-        r = tl.arange(0, BLOCK_N * RUNS)
-        row = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS, N - 1).to(tl.int64)
-        w_rows = w_ptr + expert * stride_we + row * stride_wn
-        u_rows = u_ptr + expert * stride_ue + row * stride_un
-        at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
-        gate = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
-        up = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
-        for start in tl.range(0, K, STRIP, num_stages=STAGES):
-            x = tl.load(x_row + (start + at) * stride_xk, mask=start + at < K, other=0.0).to(tl.float32)
-            # [BLOCK_N * RUNS, 32]
-            gate += decode_runs(w_rows, start, r % RUNS, K, W_DECODE) * x
-            if GATED:
-                up += decode_runs(u_rows, start, r % RUNS, K, U_DECODE) * x
-        g = tl.sum(tl.reshape(tl.sum(gate, 1), [BLOCK_N, RUNS]), 1)
-        u = tl.sum(tl.reshape(tl.sum(up, 1), [BLOCK_N, RUNS]), 1)
+    w_ptr += expert * stride_we
+    u_ptr += expert * stride_ue
+    # Rows of blocks past the end are the last row again, and not stored.
+    row = tl.minimum(n, N - 1)
+    w = (w_ptr, stride_wn, stride_wk + row * w_step)
+    u = (u_ptr, stride_un, stride_uk + row * u_step)
+    numbers_at = (w_ptr, stride_wn, stride_wk, u_ptr, stride_un, stride_uk)
+    RUNS: tl.constexpr = BLOCK_K // 32
+    x_rows = x_row + tl.zeros([1], tl.int32)
+    if W_DECODE is None and U_DECODE is None:
+        g, v = _number_row(x_row, stride_xk, numbers_at, n, N, K, BLOCK_K, FORM.stages, GATED)
+    elif W_DECODE is None:
+        g, _ = _number_row(x_row, stride_xk, numbers_at, n, N, K, 128, FORM.stages, False)
+        v, _ = row_sums(x_rows, stride_xk, u, u, K, RUNS, FORM.once, ROUNDED, False, U_DECODE, U_DECODE)
+    elif U_DECODE is None:
+        numbers_at = (u_ptr, stride_un, stride_uk, u_ptr, stride_un, stride_uk)
+        g, _ = row_sums(x_rows, stride_xk, w, w, K, RUNS, FORM.once, ROUNDED, False, W_DECODE, W_DECODE)
+        v, _ = _number_row(x_row, stride_xk, numbers_at, n, N, K, 128, FORM.stages, False)
     else:
-        k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_row + k * stride_xk
-        w_ptrs = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
-        u_ptrs = u_ptr + expert * stride_ue + n.to(tl.int64)[:, None] * stride_un + k[None, :] * stride_uk
-        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            left = k < K - start
-            x = tl.load(x_ptrs, mask=left, other=0.0).to(tl.float32)
-            # [BLOCK_N, BLOCK_K]
-            w = tl.load(w_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
-            if GATED:
-                v = tl.load(u_ptrs, mask=inside[:, None] & left[None, :], other=0.0)
-                up += v.to(tl.float32) * x[None, :]
-                u_ptrs += BLOCK_K * stride_uk
-            gate += w.to(tl.float32) * x[None, :]
-            x_ptrs += BLOCK_K * stride_xk
-            w_ptrs += BLOCK_K * stride_wk
-        g, u = tl.sum(gate, 1), tl.sum(up, 1)
+        g, v = row_sums(x_rows, stride_xk, w, u, K, RUNS, FORM.once, ROUNDED, GATED, W_DECODE, U_DECODE)
+    g, v = tl.reshape(g, [BLOCK_N]), tl.reshape(v, [BLOCK_N])
     if w_bias_ptr is not None:
         stride_be, stride_bn = bias_strides
         at = expert * stride_be + n * stride_bn
         g += tl.load(w_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            u += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    h, _, _ = ACT(g, u, numbers, GATED, x_ptr.dtype.element_ty == tl.float32)
+            v += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    h, _, _ = ACT(g, v, numbers, GATED, x_ptr.dtype.element_ty == tl.float32)
     tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
 
 
@@ -176,7 +175,7 @@ def _down_decode_kernel(
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     STAGES: tl.constexpr = FORM.stages
-    stride_we, stride_wn, stride_wk = w_strides
+    stride_we, stride_wn, stride_wk, _ = w_strides
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -195,29 +194,19 @@ def _down_decode_kernel(
         w_ptrs = w_ptr + rows[:, :, None] + k[None, None, :] * stride_wk
         filled = live[:, None, None] & inside[None, :, None]
         w = tl.load(w_ptrs, mask=filled & (k < K)[None, None, :], other=0.0)
-    if FORM.words:
-        stack = tl.where(live, expert, 0)[:, None]
-        rows = w_ptr + stack * stride_we + tl.minimum(n, H - 1).to(tl.int64)[None, :] * stride_wn
-        loaded = q4_k_load(rows, 0, K, BLOCK_K // 64)
+    else:
+        RUNS: tl.constexpr = BLOCK_K // 32
+        # planes of whole matrices; the last tile's rows past the end are the last row again
+        matrix = (w_ptr + tl.where(live, expert, 0) * stride_we, stride_wn)
+        n_row = tl.minimum(n, H - 1)[None, :] + tl.zeros([SLOTS, 1], tl.int32)
+        loaded = load_runs(matrix, n_row, 0, K, RUNS, DECODE)
     wait()
     launch_dependents()
-    if FORM.words:
+    if DECODE is not None:
         h_rows = hidden_ptr + tl.where(live, s, row * TOP_K) * K
-        y, _ = q4_k_products((loaded, None), (rows, None), h_rows, K, 1, BLOCK_K // 64, FORM.rounded)
-    elif DECODE is not None:
-        r = tl.arange(0, SLOTS * BLOCK_N * RUNS)
-        mine = row * TOP_K + tl.minimum(r // (BLOCK_N * RUNS), TOP_K - 1)
-        stack = tl.load(ids_ptr + mine).to(tl.int64)
-        known = (stack >= 0) & (stack < E)
-        column = tl.minimum(tl.program_id(1) * BLOCK_N + r // RUNS % BLOCK_N, H - 1).to(tl.int64)
-        w_rows = w_ptr + tl.where(known, stack, 0) * stride_we + column * stride_wn
-        at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
-        sums = tl.zeros([SLOTS * BLOCK_N * RUNS, 32], tl.float32)
-        for start in tl.range(0, K, STRIP, num_stages=STAGES):
-            mask = known[:, None] & (start + at < K)
-            hidden = tl.load(hidden_ptr + mine[:, None] * K + start + at, mask=mask, other=0.0)
-            sums += decode_runs(w_rows, start, r % RUNS, K, DECODE) * hidden
-        y = tl.sum(tl.reshape(tl.sum(sums, 1), [SLOTS, BLOCK_N, RUNS]), 2)
+        y, _ = row_products(
+            (loaded, None), (matrix, None), (n_row, None), h_rows, K, 1, RUNS, FORM.once, FORM.rounded, DECODE, None
+        )
     else:
         h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
         acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
@@ -247,42 +236,35 @@ def _down_decode_kernel(
             tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
 
 
-def _may_round(*weights: Weight | None) -> bool:
-    """Whether activations may be rounded to 8 bits for these: none of them is to be exact."""
-    return not any(isinstance(weight, QuantTensor) and weight.exact for weight in weights)
-
-
 def experts_decode(
     x: Tensor, ids: Tensor, weights: Tensor, stacks: Stacks, activation: Activation, tail: Tail, outputs: Outputs
 ) -> None:
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
     gate_up = up_weights(stacks, activation.gated)
-    (w, w_format), (u, u_format), bias, up_bias, _ = gate_up
+    w, u, bias, up_bias, _ = gate_up
     down = rows_of(stacks.down)
     hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
     normed = tail.norm_weight is not None
     arrived = torch.empty(T * top_k, dtype=torch.int32, device=x.device) if normed else None
-    words, size, gated = in_words(gate_up.w) and in_words(gate_up.u), x.element_size(), activation.gated
-    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w_format or u_format), x.device)
-    rounded = words and _may_round(stacks.gate_up, stacks.up)
+    size, gated = x.element_size(), activation.gated
+    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
     launch(
         _up_decode_kernel,
         (T * top_k, max(1, ceil_div(I, tile.n))),
-        *(x, ids, w, u, bias, up_bias, hidden, arrived),
+        *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
         *(E, I, H, top_k),
-        (*x.stride(), *w.stride(), *u.stride()),
+        (*x.stride(), *w.strides, *u.strides),
         (0, 0) if bias is None else bias.stride(),
         activation_numbers(activation),
-        FORM=_UpForm(gated, words, rounded, tile.n, tile.k, tile.stages),
+        FORM=_UpForm(gated, tile.k >= H, may_round(stacks.gate_up, stacks.up), tile.n, tile.k, tile.stages),
         ACT=ACTIVATIONS[activation.kind],
-        W_DECODE=decoder_of(gate_up.w),
-        U_DECODE=decoder_of(gate_up.u),
+        W_DECODE=decoder_of(w),
+        U_DECODE=decoder_of(u),
         num_warps=tile.warps,
         launch_pdl=PDL,
     )
-    words = in_words(down)
     tile = tile_for(Product("decode down", E, H, I, top_k, T, size, False, down.format), x.device)
-    rounded, blocks = words and _may_round(stacks.down), (tile.n, tile.k, block_of(H), tile.stages)
+    blocks = (tile.n, tile.k, block_of(H), tile.stages)
     total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
     launch(
         _down_decode_kernel,
@@ -292,8 +274,8 @@ def experts_decode(
         *(total, arrived),
         *outputs,
         *(E, H, I),
-        down.data.stride(),
-        FORM=_DownForm(words, rounded, top_k, block_of(top_k, 1), *blocks),
+        down.strides,
+        FORM=_DownForm(tile.k >= I, may_round(stacks.down), top_k, block_of(top_k, 1), *blocks),
         DECODE=decoder_of(down),
         num_warps=tile.warps,
         launch_pdl=PDL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,10 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import DECODERS, RUNS, STRIP, decode_runs, q4_k_group, q4_k_scales, quarters
+from moefuse.backends.triton.formats.blocks import DECODERS, STRIP, decode_strip, load_runs, row_products
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
-    INTERPRETED,
     PDL,
     begins_aligned,
     block_of,
@@ -29,7 +29,9 @@ from moefuse.backends.triton.runtime.launch import (
     unrecordable,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import IN_WORDS, Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import Tile, product_tile
+from moefuse.quant.arrange import PLANES
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Stacks, Weight
 
 _hopper_error: str | None = None
@@ -67,99 +69,83 @@ def find_tile(tile, offsets_ptr, S, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.conste
 
 
 @triton.jit
-def block_sums(
-    x_ptrs, w_rows, u_rows, live, K, stride_xk, W_DECODE: tl.constexpr, U_DECODE: tl.constexpr, GATED: tl.constexpr
-):
-    """Products of x [32, BLOCK_M] and on with rows [BLOCK_N] of GGUF blocks, or with one of the two in numbers.
-
-    The transpose is summed: decoded weights are the left side, which tensor cores take from registers.
-    """
-    BLOCK_M: tl.constexpr = live.shape[0]
-    BLOCK_N: tl.constexpr = w_rows.shape[0]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, K, STRIP):
-        for i in tl.static_range(RUNS):
-            run = tl.full([BLOCK_N], i, tl.int32)
-            # [32, BLOCK_M]
-            x = tl.load(x_ptrs, mask=live[None, :] & (start + 32 * i < K), other=0.0)
-            x_ptrs += 32 * stride_xk
-            # [BLOCK_N, 32]
-            w = decode_runs(w_rows, start, run, K, W_DECODE).to(x.dtype)
-            acc = tl.dot(w, x, acc, input_precision="ieee")
-            if GATED:
-                u = decode_runs(u_rows, start, run, K, U_DECODE).to(x.dtype)
-                up = tl.dot(u, x, up, input_precision="ieee")
-    return acc.T, up.T
-
-
-@triton.jit
-def _q4_k_bytes(ptrs, desc, at_row, block):
-    """The 128 bytes of a block of each row, in four: through the copy engine, or 32 at a time from ``ptrs``."""
-    if desc is not None:
-        found = quarters(desc.load([at_row, 144 * block + 16]))
+def _strip(source, strip, K, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """The strip of 256 values of a weight's rows, [BLOCK_N, 256]: decoded, or numbers as they are."""
+    ptr, rows, row = source
+    if DECODE is None:
+        at = STRIP * strip + tl.arange(0, STRIP)
+        found = tl.load(ptr + (row.to(tl.int64) * rows)[:, None] + at[None, :], mask=at[None, :] < K, other=0.0)
     else:
-        ptrs += 144 * block + 16
-        found = tl.load(ptrs), tl.load(ptrs + 32), tl.load(ptrs + 64), tl.load(ptrs + 96)
+        matrix = (ptr + tl.zeros([1], tl.int32), rows)
+        found = decode_strip(load_runs(matrix, row[None, :], STRIP * strip, K, 8, DECODE), dtype, DECODE)
     return found
 
 
 @triton.jit
-def q4_k_sums(x_ptrs, w, u, live, n, at_row, K, stride_xk, GATED: tl.constexpr, ASM_BYTES: tl.constexpr):
-    """Like `block_sums`, for 16-byte aligned rows ``n`` of Q4_K: a block at a time, in loads of 16 bytes.
+def block_sums(x_ptrs, stride_xk, live, w, u, K, GATED: tl.constexpr, W_DECODE: tl.constexpr, U_DECODE: tl.constexpr):
+    """Products of rows of x, which begin at x_ptrs [BLOCK_M], with rows of blocks in planes, or one of two in numbers.
 
-    w and u are each an expert's pointer, the stride of its rows, and a descriptor or None in which they begin at
-    ``at_row``; those of u a number of rows further.
+    w and u: pointer to the expert's matrix, its rows (the stride of rows of numbers), and which of them [BLOCK_N]. The
+    transpose is summed: decoded weights are the left side.
     """
     BLOCK_M: tl.constexpr = live.shape[0]
-    BLOCK_N: tl.constexpr = n.shape[0]
-    w_ptr, stride_wn, w_desc = w
-    u_ptr, stride_un, u_desc, u_first = u
-    l = tl.arange(0, 32)
-    w_ptr = tl.multiple_of(w_ptr, 16)
-    u_ptr = tl.multiple_of(u_ptr, 16)
-    word = tl.arange(0, 4)[None, :]
-    w_heads = w_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_wn // 4))[:, None] + word
-    u_heads = u_ptr.to(tl.pointer_type(tl.uint32)) + (n * (stride_un // 4))[:, None] + word
-    w_ptrs = w_ptr + n[:, None] * stride_wn + l[None, :]
-    u_ptrs = u_ptr + n[:, None] * stride_un + l[None, :]
+    _, _, row = w
+    BLOCK_N: tl.constexpr = row.shape[0]
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(0, K // 256):
-        w_head = q4_k_scales(tl.load(w_heads + 36 * block))
-        w_bytes = _q4_k_bytes(w_ptrs, w_desc, at_row, block)
+    for strip in range(0, tl.cdiv(K, STRIP)):
+        k = STRIP * strip + tl.arange(0, STRIP)
+        # [STRIP, BLOCK_M]
+        x = tl.load(x_ptrs[None, :] + k[:, None] * stride_xk, mask=live[None, :] & (k < K)[:, None], other=0.0)
+        acc = tl.dot(_strip(w, strip, K, dtype, W_DECODE), x, acc, input_precision="ieee")
         if GATED:
-            u_head = q4_k_scales(tl.load(u_heads + 36 * block))
-            u_bytes = _q4_k_bytes(u_ptrs, u_desc, at_row + u_first, block)
-        for i in tl.static_range(4):
-            # [32, BLOCK_M]
-            x = tl.load(x_ptrs, mask=live[None, :], other=0.0)
-            y = tl.load(x_ptrs + 32 * stride_xk, mask=live[None, :], other=0.0)
-            x_ptrs += 64 * stride_xk
-            # [BLOCK_N, 32]
-            a, b = q4_k_group(w_bytes[i], w_head, i, x.dtype, ASM_BYTES)
-            acc = tl.dot(a, x, acc, input_precision="ieee")
-            acc = tl.dot(b, y, acc, input_precision="ieee")
-            if GATED:
-                a, b = q4_k_group(u_bytes[i], u_head, i, x.dtype, ASM_BYTES)
-                up = tl.dot(a, x, up, input_precision="ieee")
-                up = tl.dot(b, y, up, input_precision="ieee")
+            up = tl.dot(_strip(u, strip, K, dtype, U_DECODE), x, up, input_precision="ieee")
     return acc.T, up.T
+
+
+@triton.jit
+def row_sums(
+    x_ptrs,
+    stride_xk,
+    w,
+    u,
+    K,
+    RUNS: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    GATED: tl.constexpr,
+    W_DECODE: tl.constexpr,
+    U_DECODE: tl.constexpr,
+):
+    """Like `block_sums` for few rows of x, each of which costs as much, without tensor cores. ROUNDED: x in 8 bits."""
+    SECOND: tl.constexpr = U_DECODE if GATED else None
+    one = tl.zeros([1], tl.int32)
+    w_ptr, w_rows, w_row = w
+    u_ptr, u_rows, u_row = u
+    matrices = ((w_ptr + one, w_rows), (u_ptr + one, u_rows))
+    rows = (w_row[None, :], u_row[None, :])
+    loaded = load_runs(matrices[0], rows[0], 0, K, RUNS, W_DECODE)
+    second = ()
+    if GATED:
+        second = load_runs(matrices[1], rows[1], 0, K, RUNS, U_DECODE)
+    return row_products((loaded, second), matrices, rows, x_ptrs, K, stride_xk, RUNS, ONCE, ROUNDED, W_DECODE, SECOND)
 
 
 class Form(NamedTuple):
     """What a grouped product is compiled for, besides its activation and its decoders.
 
-    ``fill``: rows without an expert are written too, as zeros. ``words``: Q4_K that `q4_k_sums` takes, ``asm_bytes``
-    at a time by instructions of the card.
+    ``fill``: rows without an expert are written too, as zeros. ``few``: blocks are multiplied row by row of x, which
+    is ``rounded`` to 8 bits or not; ``once``: block_k covers K.
     """
 
     gather: bool
     scatter: bool
     fill: bool
     gated: bool
-    words: bool
-    asm_bytes: int
+    few: bool
+    once: bool
+    rounded: bool
     block_m: int
     block_n: int
     block_k: int
@@ -186,10 +172,9 @@ def _product_tile(
     x_ptr, w_ptr, u_ptr, w_desc, u_desc, w_bias_ptr, u_bias_ptr, order_ptr, out_ptr, z_ptr = tensors
     expert, first, stop, column = place
     E, N, K, w_rows, u_first = sizes
-    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk = strides
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, w_step, stride_ue, stride_un, stride_uk, u_step = strides
     stride_be, stride_bn, stride_zn, z_second = epilogue_strides
     GATED: tl.constexpr = FORM.gated
-    ASM_BYTES: tl.constexpr = FORM.asm_bytes
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     p = first + tl.arange(0, BLOCK_M)
@@ -204,17 +189,17 @@ def _product_tile(
         row = (s // divisor if FORM.gather else p).to(tl.int64)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         at_row = expert * w_rows + column
-        # the transpose of x, and the last rows of w again instead of what lies past the end
-        columns = x_ptr + row[None, :] * stride_xm + tl.arange(0, 32)[:, None] * stride_xk
-        last = tl.minimum(n, N - 1)
-        if FORM.words:
-            w = (w_ptr + stack * stride_we, stride_wn, w_desc)
-            u = (u_ptr + stack * stride_ue, stride_un, u_desc, u_first)
-            acc, up = q4_k_sums(columns, w, u, live, last, at_row, K, stride_xk, GATED, ASM_BYTES)
-        elif W_DECODE is not None or U_DECODE is not None:
-            w_ptrs = w_ptr + stack * stride_we + last.to(tl.int64) * stride_wn
-            u_ptrs = u_ptr + stack * stride_ue + last.to(tl.int64) * stride_un
-            acc, up = block_sums(columns, w_ptrs, u_ptrs, live, K, stride_xk, W_DECODE, U_DECODE, GATED)
+        if W_DECODE is not None or U_DECODE is not None:
+            # the last rows of w again instead of what lies past the end
+            last = tl.minimum(n, N - 1)
+            w = (w_ptr + stack * stride_we, stride_wn, last if W_DECODE is None else stride_wk + last * w_step)
+            u = (u_ptr + stack * stride_ue, stride_un, last if U_DECODE is None else stride_uk + last * u_step)
+            x_rows = x_ptr + row * stride_xm
+            if FORM.few:
+                RUNS: tl.constexpr = BLOCK_K // 32
+                acc, up = row_sums(x_rows, stride_xk, w, u, K, RUNS, FORM.once, FORM.rounded, GATED, W_DECODE, U_DECODE)
+            else:
+                acc, up = block_sums(x_rows, stride_xk, live, w, u, K, GATED, W_DECODE, U_DECODE)
         else:
             k = tl.arange(0, BLOCK_K)
             x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk
@@ -288,9 +273,9 @@ def _grouped_kernel(
     """A [block_m, block_n] tile of one expert's product. w holds gate (or only) rows, u up rows when gated.
 
     ``sizes``: E, N, K, the rows of w from expert to expert, and from gate rows to up rows in their descriptor.
-    ``strides``: of x, w and u. ``epilogue_strides``: of the biases, and of z from column to column and from gate
+    ``strides``: of x, then four of w and of u, see `Rows.strides`. ``epilogue_strides``: of the biases, and of z from column to column and from gate
     columns to up columns.
-    W_DECODE, U_DECODE: None for numbers, or the decoder of the blocks that w and u point to, with strides in bytes.
+    W_DECODE, U_DECODE: None for numbers, or the decoder of the blocks that w and u point to.
 
     From 128 rows on an expert's last tile is half as high where that is enough. Pre-activations go to z where it is
     given. Descriptors bring whole tiles through the copy engine: rows past an expert's end are then its neighbour's,
@@ -321,9 +306,30 @@ def most_tiles(S: int, E: int, BLOCK_M: int) -> int:
 
 
 def rows_of(weight: Weight) -> Rows:
-    """Decoders read up to sixteen bytes at a time; blocks that begin elsewhere, which no file has, are moved."""
-    rows = Rows.of(weight)
-    return Rows(rows.data.clone(), rows.format) if rows.format and not begins_aligned(rows.data) else rows
+    """Blocks in planes, every matrix where words of 16 bytes begin; what lies otherwise is moved at every call."""
+    if not isinstance(weight, QuantTensor):
+        return Rows(weight)
+    if weight.arrangement != PLANES:
+        unrecordable("blocks are rearranged")
+        _say_rearranged(weight.format)
+        weight = weight.arranged(PLANES)
+    data = weight.blocks
+    if not begins_aligned(data) or data.stride(0) % 16:
+        unrecordable("blocks are moved")
+        E, N, length = data.shape
+        pitch = ceil_div(N * length, 16) * 16
+        moved = torch.empty(E * pitch, dtype=torch.uint8, device=data.device)
+        data = moved.as_strided(data.shape, (pitch, length, 1)).copy_(data)
+    return Rows(data, weight.format, planes=True)
+
+
+@functools.cache
+def _say_rearranged(format: str) -> None:
+    logging.getLogger("moefuse").warning(
+        "moefuse: triton: %s blocks in the order of a file are rearranged at every call; QuantTensor.to(device) does "
+        "it once",
+        format,
+    )
 
 
 def decoder_of(rows: Rows) -> Any:
@@ -331,33 +337,24 @@ def decoder_of(rows: Rows) -> Any:
     return DECODERS[rows.format] if rows.format else None
 
 
+def may_round(*weights: Weight | None) -> bool:
+    """Whether activations are rounded to 8 bits: some of these are blocks, and none of them is to be exact."""
+    blocks = [weight for weight in weights if isinstance(weight, QuantTensor)]
+    return bool(blocks) and not any(weight.exact for weight in blocks)
+
+
 def up_weights(stacks: Stacks, gated: bool) -> Weights:
-    """The weights of the up product: gate rows and up rows as views of equal shape, whatever the layout."""
+    """The weights of the up product: gate rows and up rows of equal number, whatever the layout."""
     found = Weights.of_gate_up(stacks, gated, rows_of)
     if bool(found.w.format) == bool(found.u.format):
         return found
-    w, u = (Rows(rows.data.contiguous(), rows.format) for rows in (found.w, found.u))
+    w, u = (rows if rows.format else Rows(rows.data.contiguous()) for rows in (found.w, found.u))
     return found._replace(w=w, u=u)  # beside blocks, numbers must lie together along K
 
 
 def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
     """How far apart the gate columns of a pre-activation are, and how far its up columns are from them."""
     return (2, 1) if gated and interleaved(layout) else (1, I)
-
-
-def in_words(rows: Rows) -> bool:
-    """Whether the blocks are of the format with kernels of its own, and lie so that these can read 16 bytes at once."""
-    return rows.format == IN_WORDS and begins_aligned(rows.data) and rows.data.stride(0) % 16 == 0
-
-
-def asm_bytes(x: Tensor, tile: Tile) -> int:
-    """How many bytes of blocks are taken apart at a time by instructions of the card; 0: without such.
-
-    A thread has two bytes side by side where four warps join in one product, four otherwise.
-    """
-    if INTERPRETED or x.element_size() != 2 or capability(x.device) < (8, 0):
-        return 0
-    return 2 if tile.warps >= 4 and tile.n >= 64 else 4
 
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
@@ -405,31 +402,33 @@ def product(
     fill: bool = False,
     z: Tensor | None = None,
     tiles: TokenTiles | None = None,
+    rounded: bool = False,
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``.
 
-    ``tiles`` are those of the plan, for products that share them.
+    ``tiles`` are those of the plan, for products that share them. ``rounded``: x may be rounded to 8 bits.
     """
     S, N = out.shape
     E, K = plan.num_experts, x.shape[1]
-    (w, w_format), (u, u_format), bias, up_bias, layout = weights
+    w_rows, u_rows, bias, up_bias, layout = weights
+    w, u, in_blocks = w_rows.data, u_rows.data, bool(w_rows.format or u_rows.format)
     gated = activation is not None and activation.gated
-    words = in_words(weights.w) and in_words(weights.u)
-    plain = not (scatter or fill) and bias is None and z is None and (words or not (w_format or u_format))
-    if plain and hopper is not None and hopper.takes(x, w, u, out, gated):
+    plain = not (scatter or fill) and bias is None and z is None
+    if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
         tiles = tiles or TokenTiles(plan.offsets, S)
-        hopper.swap_ab_product(x, w, u, tiles, plan.order, gather=gather, activation=activation, out=out)
+        hopper.swap_ab_product(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
-    if tile.copy_engine and (words or (K % tile.k == 0 and not w_format and not u_format)):
-        if not gather and not words:
+    if tile.copy_engine and not in_blocks and K % tile.k == 0:
+        if not gather:
             x_desc, half_desc = (described(x, rows, tile.k) for rows in (tile.m, tile.m // 2))
-        w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, 128 if words else tile.k)
+        w_desc, u_desc, u_first = weight_descriptors(w, u, tile.n, tile.k)
     tensors = x, w, u, w_desc, u_desc, bias, up_bias, plan.order, out, z, x_desc, half_desc, plan.offsets
     sizes = E, N, K, w.stride(0) // max(1, w.stride(1)), u_first
     bias_strides = (0, 0) if bias is None else bias.stride()
-    packed, blocks = asm_bytes(x, tile) if words else 0, (tile.m, tile.n, tile.k, block_of(E + 2))
+    blocks = (tile.m, tile.n, tile.k, block_of(E + 2))
+    few = bool(w_rows.format and u_rows.format) and tile.m < 8
     launch(
         _grouped_kernel,
         (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),),
@@ -437,10 +436,10 @@ def product(
         S,
         max(1, S // max(1, x.shape[0])),
         sizes,
-        (*x.stride(), *w.stride(), *u.stride()),
+        (*x.stride(), *w_rows.strides, *u_rows.strides),
         (*bias_strides, *z_columns(N, gated, layout)),
         activation_numbers(activation),
-        FORM=Form(gather, scatter, fill, gated, words, packed, *blocks),
+        FORM=Form(gather, scatter, fill, gated, few, tile.k >= K, rounded, *blocks),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         W_DECODE=decoder_of(weights.w),
         U_DECODE=decoder_of(weights.u),

@@ -3,7 +3,7 @@
 A and B are swapped: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH + 32 tokens to a tile, so that an
 expert's rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64
 weight rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead
-over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way. Weights in Q4_K
+over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way. Weights in
 blocks become numbers in that partition.
 
 ``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread
@@ -29,8 +29,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moefuse.backends.gated import Rows
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import q4_k_scales, q4_k_words, quarters
+from moefuse.backends.triton.formats.blocks import (
+    DECODERS,
+    base_bits,
+    box_bytes,
+    chosen,
+    code_pairs,
+    eight_columns,
+    factors,
+    four_columns,
+    high_bits,
+    plane_at,
+    run_bytes,
+    run_type,
+    strip_bytes_of,
+    sub_values,
+    word_codes,
+)
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS, SWAP_AB_ROWS_IN_BLOCKS, SWAP_AB_STAGES
@@ -102,8 +119,7 @@ def _token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
 class Form(NamedTuple):
     """What the product is compiled for, besides its activation.
 
-    ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors. ``row_words``: words of a
-    weight row in Q4_K blocks, which the producer decodes; 0 for numbers.
+    ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors.
     """
 
     n: int
@@ -114,7 +130,6 @@ class Form(NamedTuple):
     programs: int
     width: int
     stages: int
-    row_words: int
 
 
 @gluon.jit
@@ -147,55 +162,225 @@ def _bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.const
         load_tile(tail_desc, [first + WIDTH, start], bar, tail, pred=rows > WIDTH)
 
 
+@gluon.constexpr_function
+def _groups(decode):
+    """Stages of 64 values that a box of blocks makes: 256 values, 128 where a code has 8 bits."""
+    return 2 if base_bits(decode) == 8 else 4
+
+
 @gluon.jit
-def _head_ptrs(w_ptr, u_offset, ROW_WORDS: gl.constexpr, GATED: gl.constexpr):
-    """Where the heads of 128 rows of blocks begin [128, 4], 8 gate and 8 up rows by turns if GATED; a row a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+def _block_rows(w_ptr, u_offset, places, GATED: gl.constexpr):
+    """Of 128 rows in blocks, a row a thread: pointers to their matrices' first expert, and rows from column 0 on.
+
+    8 gate and 8 up rows by turns if GATED. ``places``: first row and step of gate rows, then of up rows.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    at = ((r // 16 * 8 + r % 8) * ROW_WORDS + (r // 8 % 2) * u_offset) if GATED else r * ROW_WORDS
-    return w_ptr + at[:, None] + gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def _bring_blocks(raw, bar, w_desc, u_desc, row, block, live, GATED: gl.constexpr):
-    """Ask for the bytes behind the heads of one block of 128 rows from ``row`` on, gate rows first, if ``live``."""
-    mbarrier.expect(bar, 128 * 128, pred=live)
-    at = 144 * block + 16
-    load_tile(w_desc, [row, at], bar, raw.slice(0, 64, dim=0), pred=live)
-    second = row if GATED else row + 64
-    load_tile(u_desc, [second, at], bar, raw.slice(64, 64, dim=0), pred=live)
-
-
-@gluon.jit
-def _block_words(raw, GATED: gl.constexpr):
-    """What `_bring_blocks` brought, in the order of `_head_ptrs`: words [128, 32]."""
-    words = reinterpret(raw, gl.uint32, [128, 32], gl.NVMMASharedLayout(128, 32, rank=2))
+    w_first, w_step, u_first, u_step = places
     if GATED:
-        turns: gl.constexpr = gl.BlockedLayout([1, 1, 1, 32], [2, 2, 8, 1], [4, 1, 1, 1], [3, 2, 1, 0])
-        found = words.reshape([2, 8, 8, 32]).permute([1, 0, 2, 3]).load(turns).reshape([128, 32])
+        up = r // 8 % 2 == 1
+        n = r // 16 * 8 + r % 8
+        ptrs = w_ptr + gl.where(up, u_offset, 0)
+        row = gl.where(up, u_first + n * u_step, w_first + n * w_step)
     else:
-        found = words.load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
+        ptrs = w_ptr + r.to(gl.int64) * 0
+        row = w_first + r * w_step
+    return ptrs, row
+
+
+@gluon.jit
+def _bring_blocks(raw, slot, bar, w_desc, u_desc, expert, column, box, live, GATED: gl.constexpr, DECODE: gl.constexpr):
+    """Ask for a box of the base plane of 128 rows from ``column`` on, gate rows first, if ``live``."""
+    BOX: gl.constexpr = box_bytes(DECODE)
+    mbarrier.expect(bar, 128 * BOX, pred=live)
+    load_tile(w_desc, [expert, column, BOX * box], bar, raw.index(2 * slot), pred=live)
+    second = column if GATED else column + 64
+    load_tile(u_desc, [expert, second, BOX * box], bar, raw.index(2 * slot + 1), pred=live)
+
+
+@gluon.jit
+def _block_words(raw, slot, GATED: gl.constexpr, DECODE: gl.constexpr):
+    """What `_bring_blocks` brought, in the order of `_block_rows`: words [128, box]."""
+    WORDS: gl.constexpr = box_bytes(DECODE) // 4
+    layout: gl.constexpr = gl.NVMMASharedLayout(box_bytes(DECODE), 32, rank=2)
+    words = reinterpret(raw, gl.uint32, [2, 128, WORDS], layout).index(slot)
+    if GATED:
+        turns: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [2, 2, 8, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+        found = words.reshape([2, 8, 8, WORDS]).permute([1, 0, 2, 3]).load(turns).reshape([128, WORDS])
+    else:
+        found = words.load(gl.BlockedLayout([1, WORDS], [32, 1], [4, 1], [1, 0]))
     return found
 
 
 @gluon.jit
-def _decode(q, head, i: gl.constexpr, w):
-    """Values 64 * i and on of Q4_K blocks, from words [128, 8] and what `q4_k_scales` found, into w [128, 64]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
-    row: gl.constexpr = gl.SliceLayout(1, layout)
-    d, minus_d_min, s0, s4, m0, m4 = head
-    factors = gl.convert_layout(d, row), gl.convert_layout(minus_d_min, row)
-    scales = gl.convert_layout(s0, row), gl.convert_layout(s4, row)
-    head = factors + scales + (gl.convert_layout(m0, row), gl.convert_layout(m4, row))
-    a, b, c, d = q4_k_words(gl.convert_layout(q, layout), head, i, w.dtype)
-    low = gl.join(a, b).reshape([128, 16])
-    high = gl.join(c, d).reshape([128, 16])
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    reinterpret(w, gl.uint32, [128, 32], pairs).store(gl.join(low, high).permute([0, 2, 1]).reshape([128, 32]))
+def _rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr, left):
+    """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]; zeros past the ``left`` ones of a row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, layout))[None, :]
+    begin = gl.convert_layout(ptrs, rows).to(gl.pointer_type(dtype)) + gl.convert_layout(at, rows)
+    if left is None or left >= COUNT:
+        found = gl.load(begin[:, None] + column)
+    else:
+        found = gl.load(begin[:, None] + column, mask=column < left, other=0)
+    return found
 
 
 @gluon.jit
-def _produce(rings, pointers, x_descs, w_descs, u_offset, pitch, FORM: gl.constexpr):
+def _bring_scales(ptrs, row, rows, box, K: gl.constexpr, DECODE: gl.constexpr):
+    """High bits and scales of a box of blocks, a row a thread, as they lie in their planes: a tuple of [128, ..]."""
+    R: gl.constexpr = K // 32
+    RUNS: gl.constexpr = 2 * _groups(DECODE)
+    HIGH: gl.constexpr = high_bits(DECODE)
+    row = row.to(gl.int64)
+    left = None
+    left_high = None
+    if R % RUNS != 0:
+        left = R - RUNS * box
+        left_high = left * HIGH
+    found = ()
+    if HIGH > 0:
+        at = row * (R * HIGH) + box * (RUNS * HIGH)
+        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 1, DECODE), at, gl.uint32, RUNS * HIGH, left_high),)  # noqa: RUF005
+    if run_bytes(DECODE) > 0:
+        dtype: gl.constexpr = run_type(DECODE)
+        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS, left),)  # noqa: RUF005
+    if strip_bytes_of(DECODE, 0) > 0:
+        at = row * (R // 8) + box
+        found = found + _rows_of_strips(ptrs + plane_at(rows, R, 3, DECODE), at, strip_bytes_of(DECODE, 0))
+        if strip_bytes_of(DECODE, 1) > 0:
+            found = found + _rows_of_strips(ptrs + plane_at(rows, R, 4, DECODE), at, strip_bytes_of(DECODE, 1))
+    return found
+
+
+@gluon.jit
+def _rows_of_strips(ptrs, at, BYTES: gl.constexpr):
+    """The BYTES of strips ``at`` [128] of a plane: a tuple of [128, words]."""
+    if BYTES == 2:
+        found = (_rows_of_plane(ptrs, at, gl.uint16, 1, None),)
+    elif BYTES == 12:
+        a = _rows_of_plane(ptrs, at * 3, gl.uint32, 1, None)
+        b = _rows_of_plane(ptrs, at * 3 + 1, gl.uint32, 1, None)
+        found = (a, b, _rows_of_plane(ptrs, at * 3 + 2, gl.uint32, 1, None))
+    else:
+        found = (_rows_of_plane(ptrs, at * (BYTES // 4), gl.uint32, BYTES // 4, None),)
+    return found
+
+
+@gluon.jit
+def _columns_of(x):
+    """The columns of [128, 1, 2, 4, 8 or 16], each by row."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
+    COUNT: gl.constexpr = x.shape[1]
+    if COUNT == 1:
+        parts = (x.reshape([128]),)
+    elif COUNT == 2:
+        a, b = x.split()
+        parts = (a, b)
+    elif COUNT == 4:
+        parts = four_columns(x.reshape([128, 2, 2]))
+    elif COUNT == 8:
+        parts = eight_columns(x)
+    else:
+        even, odd = x.reshape([128, 2, 8]).permute([0, 2, 1]).split()
+        parts = eight_columns(even) + eight_columns(odd)
+    found = ()
+    for i in gl.static_range(COUNT):
+        found = found + (gl.convert_layout(parts[i].to(gl.uint32), layout),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _taken_apart(scales, DECODE: gl.constexpr):
+    """What `_bring_scales` brought, by columns: words of high bits, scales of runs, words of strips."""
+    NEXT: gl.constexpr = 1 if high_bits(DECODE) > 0 else 0
+    AFTER: gl.constexpr = NEXT + (1 if run_bytes(DECODE) > 0 else 0)
+    high = ()
+    if high_bits(DECODE) > 0:
+        high = _columns_of(scales[0])
+    runs = ()
+    if run_bytes(DECODE) > 0:
+        runs = _columns_of(scales[NEXT])
+    strip = ()
+    for i in gl.static_range(AFTER, len(scales)):
+        strip = strip + _columns_of(scales[i])
+    return high, runs, strip
+
+
+@gluon.jit
+def _spread(values, COLUMNS: gl.constexpr):
+    """[128, COLUMNS], a row a thread: as many columns of each value."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    wide = ()
+    for i in gl.static_range(len(values)):
+        wide = wide + (gl.convert_layout(values[i], gl.SliceLayout(1, layout))[:, None],)  # noqa: RUF005
+    return chosen(wide, column // (COLUMNS // len(values)))
+
+
+@gluon.jit
+def _decode(q, known, i: gl.constexpr, w, DECODE: gl.constexpr):
+    """The i-th 64 values of a box of blocks, from their words [128, 2 * base], into w [128, 64]."""
+    high, runs, strip = known
+    BASE: gl.constexpr = base_bits(DECODE)
+    HIGH: gl.constexpr = high_bits(DECODE)
+    SLOTS: gl.constexpr = 8 // BASE
+    COLUMNS: gl.constexpr = 2 * BASE
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    word = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :] % BASE
+    scales = ()
+    offsets = ()
+    for j in gl.static_range(2):
+        of_run = 0
+        if run_bytes(DECODE) > 0:
+            of_run = runs[2 * i + j]
+        scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, 2 * i + j)
+        scale_a, offset_a = factors(scale_a, offset_a, DECODE, True)
+        scales = scales + (scale_a,)  # noqa: RUF005
+        offsets = offsets + (offset_a,)  # noqa: RUF005
+        if sub_values(DECODE) == 16:
+            scale_b, offset_b = factors(scale_b, offset_b, DECODE, True)
+            scales = scales + (scale_b,)  # noqa: RUF005
+            offsets = offsets + (offset_b,)  # noqa: RUF005
+    here = ()
+    for h in gl.static_range(HIGH):
+        pair = (high[HIGH * (2 * i) + h], high[HIGH * (2 * i + 1) + h])
+        here = here + (_spread(pair, COLUMNS),)  # noqa: RUF005
+    scale = _spread(scales, COLUMNS)
+    offset = _spread(offsets, COLUMNS)
+    codes = word_codes(gl.convert_layout(q, layout), here, word.to(gl.uint32), DECODE)
+    a, b = code_pairs(codes[0], scale, offset, w.dtype, DECODE)
+    found = gl.join(a, b)
+    if SLOTS == 2:
+        a, b = code_pairs(codes[1], scale, offset, w.dtype, DECODE)
+        # [128, words, pairs, slots]
+        found = gl.join(found, gl.join(a, b)).permute([0, 1, 3, 2])
+    elif SLOTS == 4:
+        a, b = code_pairs(codes[1], scale, offset, w.dtype, DECODE)
+        second = gl.join(a, b)
+        a, b = code_pairs(codes[2], scale, offset, w.dtype, DECODE)
+        third = gl.join(a, b)
+        a, b = code_pairs(codes[3], scale, offset, w.dtype, DECODE)
+        # [128, words, pairs, odd or even slots, which two of them]
+        found = gl.join(gl.join(found, second), gl.join(third, gl.join(a, b))).permute([0, 1, 4, 3, 2])
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    reinterpret(w, gl.uint32, [128, 32], pairs).store(found.reshape([128, 32]))
+
+
+@gluon.jit
+def _pieces(q, DECODE: gl.constexpr):
+    """The words of a box [128, box] by groups of 64 values."""
+    first, second = q.reshape([128, 2, q.shape[1] // 2]).permute([0, 2, 1]).split()
+    found = (first, second)
+    if _groups(DECODE) == 4:
+        a, b = first.reshape([128, 2, q.shape[1] // 4]).permute([0, 2, 1]).split()
+        c, d = second.reshape([128, 2, q.shape[1] // 4]).permute([0, 2, 1]).split()
+        found = (a, b, c, d)
+    return found
+
+
+@gluon.jit
+def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, DECODE: gl.constexpr):
     """Fill the ring, tile after tile. Spans are read two tiles ahead and slots one, so that nothing waits for them."""
     N: gl.constexpr = FORM.n
     K: gl.constexpr = FORM.k
@@ -205,7 +390,6 @@ def _produce(rings, pointers, x_descs, w_descs, u_offset, pitch, FORM: gl.conste
     PROGRAMS: gl.constexpr = FORM.programs
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
-    ROW_WORDS: gl.constexpr = FORM.row_words
     x_ring, tail_ring, w_ring, full, empty, raw, raw_full = rings
     x_ptr, w_ptr, tiles_ptr, order_ptr = pointers
     w_desc, u_desc = w_descs
@@ -224,12 +408,17 @@ def _produce(rings, pointers, x_descs, w_descs, u_offset, pitch, FORM: gl.conste
         tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
     then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(1, PROGRAMS), total, COLUMNS)
     visits = _visits(total, PROGRAMS)
-    if ROW_WORDS:
-        blocks = gl.to_tensor(0)
-        row = next_expert * pitch + _tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
-        _bring_blocks(raw.index(0), raw_full.index(0), w_desc, u_desc, row, 0, visits > 0, GATED)
-        head_ptrs = _head_ptrs(w_ptr, u_offset, ROW_WORDS, GATED)
-        head_next = gl.load(head_ptrs + row.to(gl.int64) * ROW_WORDS)
+    if DECODE is not None:
+        GROUPS: gl.constexpr = _groups(DECODE)
+        BOXES: gl.constexpr = (K + 64 * GROUPS - 1) // (64 * GROUPS)
+        u_offset, pitch, matrix_rows, places = blocks_at
+        _, w_step, _, _ = places
+        boxes = gl.to_tensor(0)
+        begin = _tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
+        _bring_blocks(raw, 0, raw_full.index(0), w_desc, u_desc, next_expert, begin, 0, visits > 0, GATED, DECODE)
+        ptrs_of_rows, block_row = _block_rows(w_ptr, u_offset, places, GATED)
+        at = ptrs_of_rows + next_expert.to(gl.int64) * pitch
+        scales_next = _bring_scales(at, block_row + begin * w_step, matrix_rows, 0, K, DECODE)
     for visit in range(visits):
         column = _tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
         expert = next_expert
@@ -254,31 +443,45 @@ def _produce(rings, pointers, x_descs, w_descs, u_offset, pitch, FORM: gl.conste
             tail_ptrs = _token_ptrs(x_ptr, tail_slots, K, TOP_K)
             tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
             ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
-        if ROW_WORDS:
+        if DECODE is not None:
             next_column = _tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
-            for block in range(K // 256):
-                # The block after this one: of these rows, or the first of the next tile's.
-                ends = block == K // 256 - 1
-                after = gl.where(ends, 0, block + 1)
-                after_row = gl.where(ends, next_expert, expert) * pitch + gl.where(ends, next_column, column)
-                live = (visit + 1 < visits) | (block + 1 < K // 256)
-                slot = blocks % 2
+            for box in range(BOXES):
+                # The box after this one: of these rows, or the first of the next tile's.
+                ends = box == BOXES - 1
+                after = gl.where(ends, 0, box + 1)
+                after_expert = gl.where(ends, next_expert, expert)
+                after_column = gl.where(ends, next_column, column)
+                live = (visit + 1 < visits) | (box + 1 < BOXES)
+                slot = boxes % 2
                 _bring_blocks(
-                    raw.index(1 - slot), raw_full.index(1 - slot), w_desc, u_desc, after_row, after, live, GATED
+                    raw,
+                    1 - slot,
+                    raw_full.index(1 - slot),
+                    w_desc,
+                    u_desc,
+                    after_expert,
+                    after_column,
+                    after,
+                    live,
+                    GATED,
+                    DECODE,
                 )
-                head = q4_k_scales(head_next)
-                head_next = gl.load(head_ptrs + (after_row.to(gl.int64) * ROW_WORDS + 36 * after))
-                mbarrier.wait(raw_full.index(slot), blocks // 2 % 2)
-                q = quarters(_block_words(raw.index(slot), GATED))
-                blocks += 1
-                for i in gl.static_range(4):
-                    mbarrier.wait(empty.index(stage), phase)
-                    x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                    _bring_tokens(x, tail, bar, first, rows, 256 * block + 64 * i, ptrs, x_descs, 0, FORM)
-                    _decode(q[i], head, i, w_ring.index(stage))
-                    fence_async_shared()
-                    mbarrier.arrive(full.index(stage))
-                    stage, phase = _advance(stage, phase, STAGES)
+                known = _taken_apart(scales_next, DECODE)
+                at = ptrs_of_rows + after_expert.to(gl.int64) * pitch
+                scales_next = _bring_scales(at, block_row + after_column * w_step, matrix_rows, after, K, DECODE)
+                mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
+                q = _pieces(_block_words(raw, slot, GATED, DECODE), DECODE)
+                boxes += 1
+                for i in gl.static_range(GROUPS):
+                    begins = 64 * (GROUPS * box + i)
+                    if K % (64 * GROUPS) == 0 or begins < K:
+                        mbarrier.wait(empty.index(stage), phase)
+                        x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+                        _bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
+                        _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                        fence_async_shared()
+                        mbarrier.arrive(full.index(stage))
+                        stage, phase = _advance(stage, phase, STAGES)
         else:
             for start in range(0, K, BLOCK_K):
                 mbarrier.wait(empty.index(stage), phase)
@@ -428,29 +631,28 @@ def _swap_ab_kernel(
     tiles_ptr,
     order_ptr,
     out_ptr,
-    u_offset,
-    pitch,
+    blocks_at,
     numbers,
     FORM: gl.constexpr,
     ACT: gl.constexpr,
+    DECODE: gl.constexpr,
 ):
     """out [S, N] of all tiles. Grid: programs; columns of a tile of tokens are next to each other.
 
     x: rows through descriptors of ``width`` rows, half and tail, where they are not gathered.
-    w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. In Q4_K blocks, bytes behind the
-    heads come in boxes of rows of w_desc and u_desc, heads from w_ptr on and u_offset words further for up rows; an
-    expert has ``pitch`` rows.
+    w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. Of blocks the base plane comes in
+    boxes of rows of w_desc and u_desc, the other planes from w_ptr on. ``blocks_at``: how far the up rows' matrices are
+    from the gate rows', the bytes and the rows of a matrix, and which of these are gate rows and up rows.
     """
     GATHER: gl.constexpr = FORM.gather
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
-    ROW_WORDS: gl.constexpr = FORM.row_words
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, BLOCK_K], wide)
-    if ROW_WORDS:
+    if DECODE is not None:
         w_ring = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_K], wide)
-        raw = gl.allocate_shared_memory(gl.uint8, [2, 128, 128], w_desc.layout)
+        raw = gl.allocate_shared_memory(gl.uint8, [4] + w_desc.block_type.shape, w_desc.layout)  # noqa: RUF005
         raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(raw_full.index(i), count=1)
@@ -466,9 +668,9 @@ def _swap_ab_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Gathering and decoding take a warpgroup, which works row by row; the copy engine needs one warp to ask for a box.
-    PRODUCER_WARPS: gl.constexpr = 4 if GATHER or ROW_WORDS else 1
+    PRODUCER_WARPS: gl.constexpr = 4 if GATHER or DECODE is not None else 1
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=(128 if GATHER else 1) + (1 if GATHER or ROW_WORDS else 0))
+        mbarrier.init(full.index(i), count=(128 if GATHER else 1) + (1 if GATHER or DECODE is not None else 0))
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, full, empty)
@@ -479,10 +681,10 @@ def _swap_ab_kernel(
         [
             (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(0))),
             (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(1))),
-            (_produce, (filled, pointers, x_descs, (w_desc, u_desc), u_offset, pitch, FORM)),
+            (_produce, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
         ],
         [4, PRODUCER_WARPS],
-        [184, 136] if ROW_WORDS else [200, 104] if GATHER else [240, 24],
+        [184, 136] if DECODE is not None else [200, 104] if GATHER else [240, 24],
     )
 
 
@@ -498,26 +700,37 @@ def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks
     return enough and itemsize == 2 and whole and 0 < E * N < 2**31
 
 
-def takes(x: Tensor, w: Tensor, u: Tensor, out: Tensor, gated: bool) -> bool:
-    """Whether `swap_ab_product` can multiply x with these weights: ``[E, N, K]``, or `in_words` ``[E, N, bytes]``.
+def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
+    """Whether `swap_ab_product` can multiply x with these weights.
 
     Numbers lie as the copy engine reads them: experts one behind the other, in each gate rows and then its up rows.
     """
-    (E, N, _), K, blocks = w.shape, x.shape[1], w.dtype == torch.uint8
+    E, N, K, blocks = w.data.shape[0], out.shape[1], x.shape[1], bool(w.format)
     if not fits(out.shape[0] / max(1, E), E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
     unrecordable("a descriptor holds an address")
-    if not (x.is_contiguous() and begins_aligned(x)):
+    if w.format != u.format or not (x.is_contiguous() and begins_aligned(x)):
         return False
     if blocks:
-        pitch, apart = divmod(w.stride(0), w.shape[2])
-        return w.stride() == u.stride() and w.stride(1) == w.shape[2] and apart == 0 and E * pitch < 2**31
-    if w.dtype != x.dtype or not begins_aligned(w):
+        return w.data.stride() == u.data.stride() and w.data.shape == u.data.shape and w.step == u.step
+    w_data, u_data = w.data, u.data
+    if w_data.dtype != x.dtype or not begins_aligned(w_data):
         return False
     if not gated:
-        return w.is_contiguous()
-    behind = u.data_ptr() - w.data_ptr() == N * K * w.element_size()
-    return behind and w.stride() == u.stride() == (2 * N * K, K, 1)
+        return w_data.is_contiguous()
+    behind = u_data.data_ptr() - w_data.data_ptr() == N * K * w_data.element_size()
+    return behind and w_data.stride() == u_data.stride() == (2 * N * K, K, 1)
+
+
+def _plane(rows: Rows, N: int, K: int) -> TensorDescriptor:
+    """The base plane of N rows of each matrix, in boxes of 64 rows."""
+    decode = DECODERS[rows.format]
+    length, box = K // 8 * base_bits(decode), box_bytes(decode)
+    data, (pitch, _, first, step) = rows.data, rows.strides
+    shape, strides = (data.shape[0], N, length), (pitch, step * length, 1)
+    plane = data.as_strided(shape, strides, data.storage_offset() + first * length)
+    layout = gl.NVMMASharedLayout(box, 8, rank=3)
+    return TensorDescriptor(plane, list(shape), list(strides), [1, 64, box], layout)
 
 
 def _described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
@@ -527,8 +740,8 @@ def _described(t: Tensor, shape: list[int], strides: list[int], block: list[int]
 
 def swap_ab_product(
     x: Tensor,
-    w: Tensor,
-    u: Tensor,
+    w: Rows,
+    u: Rows,
     tiles: TokenTiles,
     order: Tensor,
     *,
@@ -537,21 +750,20 @@ def swap_ab_product(
     out: Tensor,
 ) -> None:
     """Launch the product into ``out`` ``[S, N]``. Rows without an expert are left as they are."""
-    (S, N), (E, _, length), K = out.shape, w.shape, x.shape[1]
+    (S, N), E, K = out.shape, w.data.shape[0], x.shape[1]
     gated = activation is not None and activation.gated
     stages = SWAP_AB_STAGES[tiles.width]
-    u_desc = words = None
-    u_offset = pitch = row_words = 0
-    if w.dtype == torch.uint8:
-        pitch, row_words = w.stride(0) // length, length // 4
-        matrix = [(E - 1) * pitch + N, length]
-        w_desc, u_desc = (_described(t, matrix, [length, 1], [64, 128]) for t in (w, u))
-        words, u_offset = w.view(torch.uint32), (u.data_ptr() - w.data_ptr()) // 4
-        stages -= 1  # two blocks of every row have its place
+    u_desc = None
+    blocks_at = (0, 0, 0, (0, 0, 0, 0))
+    if w.format:
+        w_desc, u_desc = _plane(w, N, K), _plane(u, N, K)
+        (pitch, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
+        blocks_at = (u.data.data_ptr() - w.data.data_ptr(), pitch, rows, (*w_place, *u_place))
+        stages -= 1  # two boxes of every row have its place
     elif gated:
-        w_desc = _described(w, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
+        w_desc = _described(w.data, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
     else:
-        w_desc = _described(w, [E * N, K], [K, 1], [128, BLOCK_K.value])
+        w_desc = _described(w.data, [E * N, K], [K, 1], [128, BLOCK_K.value])
     heights = (tiles.width, tiles.width // 2, tiles.SPARE)
     x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -560,10 +772,11 @@ def swap_ab_product(
     launch(
         _swap_ab_kernel,
         (programs,),
-        *(x, *x_descs, w_desc, u_desc, words, tiles.table, order, out),
-        *(u_offset, pitch),
+        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.table, order, out),
+        blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, gated, gather, top_k, programs, tiles.width, stages, row_words),
+        FORM=Form(N, K, gated, gather, top_k, programs, tiles.width, stages),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
+        DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +12,7 @@ from torch import Tensor
 
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.plain import plain_product
-from moefuse.backends.triton.formats.blocks import RUNS, STRIP, decode_runs, q4_k_load, q4_k_products
-from moefuse.backends.triton.grouped_linear import (
-    asm_bytes,
-    block_sums,
-    decoder_of,
-    in_words,
-    product,
-    q4_k_sums,
-    rows_of,
-)
+from moefuse.backends.triton.grouped_linear import block_sums, decoder_of, product, row_sums, rows_of
 from moefuse.backends.triton.runtime.launch import (
     HAS_PDL,
     PDL,
@@ -31,7 +23,8 @@ from moefuse.backends.triton.runtime.launch import (
     prefetch_rows,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, linear_tile, product_tile
+from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, product_tile
+from moefuse.backends.triton.runtime.tuned import linear_tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Projections, Weight
 
@@ -42,18 +35,16 @@ _AHEAD = 32 << 10
 class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
-    ``words``: in Q4_K, 16 bytes at once, ``asm_bytes`` of them by instructions of the card; ``rounded``: times x in 8
-    bits. ``ahead``: numbers or bytes of each row to fetch before x is there; ``whole``: K is a multiple of ``block_k``.
+    ``rounded``: blocks times x in 8 bits. ``ahead``: numbers or bytes of each row to fetch before x is there; ``whole``: K is a multiple of ``block_k``.
     """
 
-    words: bool
     rounded: bool
-    asm_bytes: int
     ahead: int
     block_t: int
     block_n: int
     block_k: int
     whole: bool
+    once: bool
 
 
 @triton.jit
@@ -79,19 +70,6 @@ def _number_sums(x_ptr, rows, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, W
 
 
 @triton.jit
-def _run_sums(x_ptr, w_ptr, stride_wn, first, N, K, BLOCK_N: tl.constexpr, DECODE: tl.constexpr):
-    """One row of x times rows ``first`` and on of GGUF blocks: [BLOCK_N] float32."""
-    r = tl.arange(0, BLOCK_N * RUNS)
-    rows = w_ptr + tl.minimum(first + r // RUNS, N - 1).to(tl.int64) * stride_wn
-    at = 32 * (r % RUNS)[:, None] + tl.arange(0, 32)[None, :]
-    acc = tl.zeros([BLOCK_N * RUNS, 32], tl.float32)
-    for start in range(0, K, STRIP):
-        x = tl.load(x_ptr + start + at, mask=start + at < K, other=0.0).to(tl.float32)
-        acc += decode_runs(rows, start, r % RUNS, K, DECODE) * x
-    return tl.sum(tl.reshape(tl.sum(acc, 1), [BLOCK_N, RUNS]), 1)
-
-
-@triton.jit
 def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DECODE: tl.constexpr):
     """Columns ``tile * block_n`` and on of one weight's product; ``column`` is where its first one stands in out."""
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr = tensors
@@ -111,23 +89,15 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
         prefetch_rows(rows, stride_wn, FORM.ahead)
     wait()
     launch_dependents()
-    if BLOCK_T == 1:
-        if FORM.words:
-            GROUPS: tl.constexpr = BLOCK_K // 64
-            loaded = q4_k_load(rows[None, :], 0, K, GROUPS)
-            x_row = x_ptr + tl.zeros([1], tl.int32)
-            acc, _ = q4_k_products((loaded, None), (rows[None, :], None), x_row, K, 1, GROUPS, FORM.rounded)
-        elif DECODE is not None:
-            acc = _run_sums(x_ptr, w_ptr, stride_wn, first, N, K, BLOCK_N, DECODE)[None, :]
+    if DECODE is not None:
+        w = (w_ptr, N, tl.minimum(n, N - 1))
+        x_rows = x_ptr + t.to(tl.int64) * K
+        if BLOCK_T < 8:
+            acc, _ = row_sums(x_rows, 1, w, w, K, BLOCK_K // 32, FORM.once, FORM.rounded, False, DECODE, DECODE)
         else:
-            acc = _number_sums(x_ptr, rows, K, BLOCK_N, BLOCK_K, FORM.whole)[None, :]
-    elif DECODE is not None:
-        columns = x_ptr + t[None, :] * K + tl.arange(0, 32)[:, None]
-        if FORM.words:
-            w = (w_ptr, stride_wn, None)
-            acc, _ = q4_k_sums(columns, w, (w_ptr, stride_wn, None, 0), live, last, 0, K, 1, False, FORM.asm_bytes)
-        else:
-            acc, _ = block_sums(columns, rows, rows, live, K, 1, DECODE, DECODE, False)
+            acc, _ = block_sums(x_rows, 1, live, w, w, K, False, DECODE, DECODE)
+    elif BLOCK_T == 1:
+        acc = _number_sums(x_ptr, rows, K, BLOCK_N, BLOCK_K, FORM.whole)[None, :]
     else:
         k = tl.arange(0, BLOCK_K)
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
@@ -204,28 +174,32 @@ def _linear_kernel(
 
 
 def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
-    words = in_words(Rows(rows.data[None], rows.format))
-    rounded = words and isinstance(weight, QuantTensor) and not weight.exact
-    packed = asm_bytes(x, tile) if words else 0
-    one = x.shape[0] == 1
+    length = rows.data.shape[-1]
     return _Form(
-        words,
-        rounded,
-        packed,
-        min(block_of(rows.data.shape[1], 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
-        1 if one else tile.m,
+        isinstance(weight, QuantTensor) and not weight.exact,
+        min(block_of(length, 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
+        1 if x.shape[0] == 1 else tile.m,
         tile.n,
         tile.k,
         x.shape[1] % tile.k == 0,
+        tile.k >= x.shape[1],
     )
+
+
+def _rows_of(weight: Weight) -> Rows:
+    """A matrix as a stack of one."""
+    if isinstance(weight, QuantTensor):
+        return rows_of(dataclasses.replace(weight, blocks=weight.blocks[None]))
+    return Rows(weight[None])
 
 
 def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
     """One launch for all weights."""
     (T, K), pairs = x.shape, projections.pairs
-    rows = [rows_of(weight) for weight, _ in pairs]
-    columns = [data.shape[0] for data, _ in rows]
-    tiles = [linear_tile(T, sum(columns), x.element_size(), x.device, format) for _, format in rows]
+    rows = [_rows_of(weight) for weight, _ in pairs]
+    columns = [weight.data.shape[1] for weight in rows]
+    size, N = x.element_size(), sum(columns)
+    tiles = [linear_tile_for(T, N, K, size, x.device, weight.format) for weight in rows]
     forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
     none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
     compiled: dict[str, Any] = {}
@@ -235,11 +209,11 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
         _linear_kernel,
         (sum(ceil_div(N, tile.n) for N, tile in zip(columns, tiles, strict=True)),),
         *(x, residual, out),
-        *(*(data for data, _ in rows), *none),
+        *(*(weight.data for weight in rows), *none),
         *(*(bias for _, bias in pairs), *none),
         *(T, K, out.shape[1]),
         (*columns, *zeros),
-        (*(data.stride(0) for data, _ in rows), *zeros),
+        (*(weight.data.stride(1) for weight in rows), *zeros),
         **compiled,
         num_warps=max(tile.warps for tile in tiles),
         num_stages=max(tile.stages for tile in tiles),
@@ -262,11 +236,10 @@ def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Ten
         if not isinstance(weight, QuantTensor):
             plain_product(x, weight, bias, residual, here)
             continue
-        stack = QuantTensor(weight.blocks[None], weight.format, weight.exact)
-        weights = Weights.of(stack, None if bias is None else bias[None], rows_of)
+        weights = Weights.of(weight, None if bias is None else bias[None], _rows_of)
         tile = product_tile(T, x.element_size(), False, x.device, weight.format)
         dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
-        product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
+        product(x, weights, _plan_of_one(T, x.device), None, dense, tile, rounded=not weight.exact)
         if residual is not None:
             here.add_(residual)
         elif dense is not here:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moefuse.bench.inputs import Layer
 from moefuse.bench.shapes import Shape
+from moefuse.quant.arrange import FILE
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
 
@@ -99,6 +100,7 @@ class _Graph:
         self.weights = ggml.init(_InitParams(16 * ggml.tensor_overhead() + _SLACK, None, True))
         self.context = ggml.init(_InitParams(4 * floats + overhead, None, False))
         self.buffers: list[int] = []
+        self.stacks: list[Tensor] = []  # whose memory the graph reads
 
         gate, up = self._halves(layer.gate_up, I)
         down = self._stack(layer.down)
@@ -126,7 +128,8 @@ class _Graph:
 
     def _stack(self, stack: Tensor | QuantTensor) -> int:
         E, N, K = stack.shape
-        data = stack.blocks if isinstance(stack, QuantTensor) else stack
+        data = stack.arranged(FILE).blocks if isinstance(stack, QuantTensor) else stack
+        self.stacks.append(data)
         kind = FORMATS[stack.format].ggml if isinstance(stack, QuantTensor) else _PLAIN[stack.dtype]
         tensor: int = self.ggml.new_tensor_3d(self.weights, kind, K, N, E)
         buffer = self.ggml.backend_cpu_buffer_from_ptr(data.data_ptr(), data.numel() * data.element_size())

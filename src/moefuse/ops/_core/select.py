@@ -74,16 +74,21 @@ def _rejection(row: backends.Backend, asked: _Question, by_name: bool) -> str | 
     missing = row.missing()
     if missing is not None:
         return missing
-    module = row.load()
-    if asked.op not in module.OPS:
-        return f"it has no kernel for {asked.op}"
-    if asked.saves and not row.saves():
-        return f"its {asked.op} keeps nothing for gradients"
+    module, lacking_op = row.load(), _lacking(row, asked.op, asked.saves)
+    if lacking_op is not None:
+        return lacking_op
     if asked.dtype.is_floating_point and asked.dtype not in module.DTYPES:
         return f"it has no {name_of(asked.dtype)} kernels"
     formats = [format_in(spec) for spec in asked.specs if spec is not None]
     lacking = dict.fromkeys(format for format in formats if format not in module.FORMATS)
     return f"it has no kernel for {', '.join(lacking)}" if lacking else None
+
+
+def _lacking(row: backends.Backend, op: str, saves: bool) -> str | None:
+    """Why a backend that runs here cannot run an op, whatever the tensors."""
+    if op not in row.load().OPS:
+        return f"it has no kernel for {op}"
+    return f"its {op} keeps nothing for gradients" if saves and not row.saves() else None
 
 
 def _answer(asked: _Question) -> Selection:
@@ -124,8 +129,14 @@ def _chosen(
     if backend is None and forced is None and selection.backend == REFERENCE:
         for row, decision in zip(backends.BACKENDS, selection.decisions, strict=False):
             if device in row.devices:
-                _log.warning("moefuse: %s runs on plain torch: backend %s: %s", op, row.name, decision.reason)
+                _say(op, row.name, decision.reason)
     return selection
+
+
+@functools.lru_cache(_MOST)
+def _say(op: str, backend: str, reason: str) -> None:
+    """Once for each op and reason: a call that is slow for no fault of its own must not be so in silence."""
+    _log.warning("moefuse: %s runs on plain torch: backend %s: %s", op, backend, reason)
 
 
 def choose(
@@ -158,15 +169,22 @@ def resolve(op: str, device: str, dtype: torch.dtype) -> Selection:
 
 
 def inherit(op: str, backend: str | None, saves: bool = False) -> str | None:
-    """The choice to hand to a part of an op: the op's, or the environment's, where that backend has the part."""
+    """The choice to hand to a part of an op: the op's, or the environment's, where that backend has the part.
+
+    Where it has not, the reference, and that is said once.
+    """
     row = backends.find(backend or config.backend())
-    has = row is None or (op in row.load().OPS and (row.saves() or not saves))
-    return backend if has else REFERENCE
+    reason = None if row is None else _lacking(row, op, saves)
+    if row is None or reason is None:
+        return backend
+    _say(op, row.name, reason)
+    return REFERENCE
 
 
 def forget() -> None:
     """Drop remembered choices and read the environment anew, for tests that swap backends."""
     config.backend.cache_clear()
     _chosen.cache_clear()
+    _say.cache_clear()
     for drop in FORGET:
         drop()

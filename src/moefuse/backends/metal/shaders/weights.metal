@@ -60,19 +60,90 @@ inline float4 decode_Q8_0(device const uchar* block, int at) {
     return half_at(block) * found;
 }
 
+// Four of the 32 nibbles in 16 bytes, from value `at` on: the low ones first, then the high ones.
+inline uint4 nibbles4_of_32(device const uchar* nibbles, int at) {
+    uint4 found = uint4(0);
+    for (int i = 0; i < 4; ++i) found[i] = (uint(nibbles[at % 16 + i]) >> (4 * (at / 16))) & 15u;
+    return found;
+}
+
 inline float4 decode_Q4_0(device const uchar* block, int at) {
-    float4 found = float4(0.0f);
-    for (int i = 0; i < 4; ++i) {
-        uint both = block[2 + at % 16 + i];
-        found[i] = float(at < 16 ? both & 15u : both >> 4) - 8.0f;
-    }
-    return half_at(block) * found;
+    return half_at(block) * (float4(nibbles4_of_32(block + 2, at)) - 8.0f);
+}
+
+inline float4 decode_Q4_1(device const uchar* block, int at) {
+    return half_at(block) * float4(nibbles4_of_32(block + 4, at)) + half_at(block + 2);
+}
+
+// Likewise of 32 numbers of 5 bits: 4 bytes of high bits, one after the other, then the nibbles.
+inline float4 fives4_of_32(device const uchar* bits, int at) {
+    uint4 found = nibbles4_of_32(bits + 4, at);
+    for (int i = 0; i < 4; ++i) found[i] |= ((uint(bits[at / 8]) >> (at % 8 + i)) & 1u) << 4;
+    return float4(found);
+}
+
+inline float4 decode_Q5_0(device const uchar* block, int at) {
+    return half_at(block) * (fives4_of_32(block + 2, at) - 16.0f);
+}
+
+inline float4 decode_Q5_1(device const uchar* block, int at) {
+    return half_at(block) * fives4_of_32(block + 4, at) + half_at(block + 2);
+}
+
+// What the nibbles of the IQ4 formats and of MXFP4 stand for: IQ4_CODES and MXFP4_CODES of moefuse/quant/blocks.py.
+constant float IQ4_CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constant float MXFP4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+inline float4 coded4(constant const float* codes, uint4 q) {
+    return float4(codes[q.x], codes[q.y], codes[q.z], codes[q.w]);
+}
+
+inline float4 decode_IQ4_NL(device const uchar* block, int at) {
+    return half_at(block) * coded4(IQ4_CODES, nibbles4_of_32(block + 2, at));
+}
+
+inline float4 decode_IQ4_XS(device const uchar* block, int at) {
+    int run = at / 32;
+    uint low = (uint(block[4 + run / 2]) >> (4 * (run % 2))) & 15u;
+    uint high = (uint(block[2 + run / 4]) >> (2 * (run % 4))) & 3u;
+    float scale = float(low | (high << 4)) - 32.0f;
+    return half_at(block) * scale * coded4(IQ4_CODES, nibbles4_of_32(block + 8 + 16 * run, at % 32));
+}
+
+inline float4 decode_MXFP4(device const uchar* block, int at) {
+    uint e = block[0];
+    // 2**(e - 128), written as bits: the two smallest are denormal.
+    float scale = as_type<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    return scale * coded4(MXFP4_CODES, nibbles4_of_32(block + 1, at));
 }
 
 inline float4 decode_Q5_K(device const uchar* block, int at) {
     float4 found = nibbles4(block + 48, at);
     for (int i = 0; i < 4; ++i) found[i] += float(((uint(block[16 + at % 32 + i]) >> (at / 32)) & 1u) << 4);
     return scaled_from_least(block, at, found);
+}
+
+// Four of the 2-bit numbers of a Q2_K or Q3_K block, from value `at` on.
+inline uint4 twos4(device const uchar* twos, int at) {
+    uint4 found = uint4(0);
+    for (int i = 0; i < 4; ++i) found[i] = (uint(twos[32 * (at / 128) + at % 32 + i]) >> (2 * (at / 32 % 4))) & 3u;
+    return found;
+}
+
+inline float4 decode_Q2_K(device const uchar* block, int at) {
+    uint both = block[at / 16];
+    float least = half_at(block + 82) * float(both >> 4);
+    return half_at(block + 80) * float(both & 15u) * float4(twos4(block + 16, at)) - least;
+}
+
+inline float4 decode_Q3_K(device const uchar* block, int at) {
+    int j = at / 16;
+    uint low = (uint(block[96 + j % 8]) >> (4 * (j / 8))) & 15u;
+    uint high = (uint(block[104 + j % 4]) >> (2 * (j / 4))) & 3u;
+    float scale = float(low | (high << 4)) - 32.0f;
+    uint4 found = twos4(block + 32, at);
+    for (int i = 0; i < 4; ++i) found[i] |= ((uint(block[at % 32 + i]) >> (at / 32)) & 1u) << 2;
+    return half_at(block + 108) * scale * (float4(found) - 4.0f);
 }
 
 // Columns k to k + 3 of a row of blocks, or of numbers. A format that is not here gives NaN.

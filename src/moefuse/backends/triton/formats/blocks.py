@@ -1,522 +1,793 @@
-"""GGUF blocks to numbers, in registers: a decoder and a row per format, runs of 32 values.
+"""GGUF blocks in planes to numbers, in registers: a row of `KINDS` and a function of scales per format.
 
-Every format stores runs of 32 values whose bytes lie together, so a run is what a decoder makes of a block: its loads
-are contiguous, and a tile may hold any mixture of rows and runs. Layouts: quant/blocks.py.
+In planes (quant/arrange.py) a format is told by few words: how many bits of a code lie in its base plane and in its high
+plane, what the codes stand for, and where scales are. All else is the same for all: a run of 32 values is 8 slots of
+four, slot w has values 4 * w and on, one in each byte of a word, and a plane of b bits keeps it in word w * b // 8.
+A value is ``scale * (code - bias)``, or ``scale * code + offset`` in formats with minima.
 """
-# ruff: noqa: ARG001  a format of one run takes its number like any other
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from moefuse.backends.codes import Table
 from moefuse.backends.triton.runtime.launch import INTERPRETED
+from moefuse.quant.blocks import IQ4_CODES, MXFP4_CODES
 from moefuse.quant.formats import FORMATS
 
 #: values that a step of a product takes: whole blocks of every format
 STRIP = tl.constexpr(256)
-RUNS = tl.constexpr(8)
 #: whether the card's own instructions can be used
 HAS_ASM = tl.constexpr(not INTERPRETED)
 
 
-@triton.jit
-def _half(block_ptr, at: tl.constexpr):
-    """The float16 at a byte offset of each block: [R, 1] float32."""
-    return tl.load((block_ptr + at).to(tl.pointer_type(tl.float16))).to(tl.float32)[:, None]
+class Kind(NamedTuple):
+    """A format's planes: ``base`` and ``high`` bits of codes, then scales.
+
+    ``bias``: the code of zero, without ``minima``. ``codes``: what the codes stand for, where that is not themselves. ``sub``: values that
+    share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values, in one plane or more.
+    """
+
+    base: int
+    high: int = 0
+    bias: int = 0
+    codes: tuple[int, ...] = ()
+    sub: int = 32
+    minima: bool = False
+    run_bytes: int = 0
+    strip_bytes: tuple[int, ...] = ()
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes are bytes with a sign."""
+        return bool(self.codes) or self.base == 8
+
+
+KINDS = {
+    "Q8_0": Kind(8, run_bytes=2),
+    "Q4_0": Kind(4, bias=8, run_bytes=2),
+    "Q4_1": Kind(4, minima=True, run_bytes=4),
+    "Q5_0": Kind(4, 1, bias=16, run_bytes=2),
+    "Q5_1": Kind(4, 1, minima=True, run_bytes=4),
+    "IQ4_NL": Kind(4, codes=IQ4_CODES, run_bytes=2),
+    "IQ4_XS": Kind(4, codes=IQ4_CODES, strip_bytes=(8,)),
+    "MXFP4": Kind(4, codes=MXFP4_CODES, run_bytes=1),
+    "Q4_K": Kind(4, minima=True, strip_bytes=(16,)),
+    "Q5_K": Kind(4, 1, minima=True, strip_bytes=(16,)),
+    "Q6_K": Kind(4, 2, bias=32, sub=16, run_bytes=2, strip_bytes=(2,)),
+    "Q2_K": Kind(2, sub=16, minima=True, run_bytes=2, strip_bytes=(4,)),
+    "Q3_K": Kind(2, 1, bias=4, sub=16, strip_bytes=(12, 2)),
+}
+
+
+@triton.constexpr_function
+def _kind(decode):
+    return KINDS[decode.__name__.upper()]
+
+
+@triton.constexpr_function
+def base_bits(decode):
+    """Bits of a code in the base plane; numbers are read like codes of 8."""
+    return 8 if decode is None else _kind(decode).base
+
+
+@triton.constexpr_function
+def high_bits(decode):
+    return _kind(decode).high
+
+
+@triton.constexpr_function
+def _bias(decode):
+    return _kind(decode).bias
+
+
+@triton.constexpr_function
+def _has_minima(decode):
+    return _kind(decode).minima
+
+
+@triton.constexpr_function
+def _signed(decode):
+    return _kind(decode).signed
+
+
+@triton.constexpr_function
+def sub_values(decode):
+    return _kind(decode).sub
+
+
+@triton.constexpr_function
+def run_bytes(decode):
+    return _kind(decode).run_bytes
+
+
+@triton.constexpr_function
+def strip_bytes_of(decode, i):
+    """Bytes of the i-th plane of scales of strips; 0 where there is none."""
+    return (*_kind(decode).strip_bytes, 0, 0)[i]
+
+
+@triton.constexpr_function
+def _mask(bits):
+    return ((1 << bits) - 1) * 0x01010101
+
+
+# ---- Scales: a function of each format, by its name ----
+# ``run``: what lies in the plane of runs for each run; ``strip``: the words of the planes of strips; ``i``: which of its
+# strip's eight runs it is. Each gives scale and offset of values 0 to 15, and the same of 16 to 31: float32, the offset
+# 0 in formats without minima.
 
 
 @triton.jit
-def _byte(block_ptr, at):
-    """The byte at an offset of each block: [R, 1] int32."""
-    return tl.load(block_ptr + at).to(tl.int32)[:, None]
+def _half(bits):
+    """The float16 in the lower half of each word."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _bytes(block_ptr, at):
-    """The bytes at offsets [1 or R, 32] of each block: [R, 32] int32."""
-    return tl.load(block_ptr[:, None] + at).to(tl.int32)
+def q8_0(run, strip, i):
+    scale = _half(run)
+    return scale, 0, scale, 0
 
 
 @triton.jit
-def _nibbles(block_ptr, at):
-    """16 bytes: low halves are values 0 to 15, high halves 16 to 31."""
-    l = tl.arange(0, 32)[None, :]
-    return (_bytes(block_ptr, at + l % 16) >> (l // 16 * 4)) & 15
+def q4_0(run, strip, i):
+    return q8_0(run, strip, i)
 
 
 @triton.jit
-def _fifth_bits(block_ptr, at: tl.constexpr):
-    """Bit l of the 4 bytes at an offset, as 16: the fifth bit of value l."""
-    l = tl.arange(0, 32)[None, :]
-    return ((_bytes(block_ptr, at + l // 8) >> (l % 8)) & 1) << 4
+def q5_0(run, strip, i):
+    return q8_0(run, strip, i)
 
 
 @triton.jit
-def _scale_and_min(block_ptr, run):
-    """The 6-bit scale and minimum of a run of a Q4_K or Q5_K block, from its 12 packed bytes."""
-    here, later = _byte(block_ptr, 4 + run), _byte(block_ptr, 8 + run)
-    earlier = _byte(block_ptr, 4 + tl.maximum(run - 4, 0))
-    first = (run < 4)[:, None]
-    scale = tl.where(first, here & 63, (later & 15) | ((earlier >> 6) << 4))
-    return scale, tl.where(first, later & 63, (later >> 4) | ((here >> 6) << 4))
+def iq4_nl(run, strip, i):
+    return q8_0(run, strip, i)
 
 
 @triton.jit
-def _codebook(q):
-    """The 16 values of IQ4_NL and IQ4_XS."""
-    low = tl.where(q < 2, tl.where(q == 0, -127, -104), tl.where(q == 2, -83, -65))
-    low = tl.where(q < 4, low, tl.where(q < 6, tl.where(q == 4, -49, -35), tl.where(q == 6, -22, -10)))
-    high = tl.where(q < 10, tl.where(q == 8, 1, 13), tl.where(q == 10, 25, 38))
-    high = tl.where(q < 12, high, tl.where(q < 14, tl.where(q == 12, 53, 69), tl.where(q == 14, 89, 113)))
-    return tl.where(q < 8, low, high)
+def q4_1(run, strip, i):
+    scale, least = _half(run), _half(run >> 16)
+    return scale, least, scale, least
 
 
 @triton.jit
-def _lanes():
-    """The places of a run's values: [1, 32]."""
-    return tl.arange(0, 32)[None, :]
+def q5_1(run, strip, i):
+    return q4_1(run, strip, i)
 
 
 @triton.jit
-def _halves(run):
-    """Of a run of Q6_K, Q3_K or Q2_K: its half of the block and its part of that, and the sub-blocks of its values."""
-    at = run[:, None]
-    half, part = at // 4, at % 4
-    return half, part, 8 * half + 2 * part + _lanes() // 16
-
-
-# A decoder has its format's name and gives values 32 * run to 32 * run + 31 of each block: [R, 32] float32, where
-# ``block_ptr`` and ``run`` are [R].
-
-
-@triton.jit
-def q8_0(block_ptr, run):
-    q = _bytes(block_ptr, 2 + _lanes())
-    return _half(block_ptr, 0) * tl.where(q < 128, q, q - 256)
-
-
-@triton.jit
-def q4_0(block_ptr, run):
-    return _half(block_ptr, 0) * (_nibbles(block_ptr, 2) - 8)
-
-
-@triton.jit
-def q4_1(block_ptr, run):
-    return _half(block_ptr, 0) * _nibbles(block_ptr, 4) + _half(block_ptr, 2)
-
-
-@triton.jit
-def q5_0(block_ptr, run):
-    return _half(block_ptr, 0) * ((_nibbles(block_ptr, 6) | _fifth_bits(block_ptr, 2)) - 16)
-
-
-@triton.jit
-def q5_1(block_ptr, run):
-    return _half(block_ptr, 0) * (_nibbles(block_ptr, 8) | _fifth_bits(block_ptr, 4)) + _half(block_ptr, 2)
-
-
-@triton.jit
-def iq4_nl(block_ptr, run):
-    return _half(block_ptr, 0) * _codebook(_nibbles(block_ptr, 2))
-
-
-@triton.jit
-def iq4_xs(block_ptr, run):
-    at = run[:, None]
-    high = _byte(block_ptr, 2 + run // 4) >> (2 * (at % 4))
-    low = _byte(block_ptr, 4 + run // 2) >> (4 * (at % 2))
-    scale = ((low & 15) | ((high & 3) << 4)) - 32
-    return _half(block_ptr, 0) * scale * _codebook(_nibbles(block_ptr, 8 + 16 * at))
-
-
-@triton.jit
-def mxfp4(block_ptr, run):
-    code = _nibbles(block_ptr, 1)
-    size = code & 7
-    size = tl.where(size < 5, size, tl.where(size == 5, 6, tl.where(size == 6, 8, 12)))
-    exponent = _byte(block_ptr, 0)
+def mxfp4(run, strip, i):
+    exponent = run.to(tl.int32)
+    # 2**(e - 128); the two smallest are denormal
     bits = tl.where(exponent < 2, 0x00200000 << tl.minimum(exponent, 1), (exponent - 1) << 23)
-    return bits.to(tl.float32, bitcast=True) * tl.where(code < 8, size, -size)
+    scale = bits.to(tl.float32, bitcast=True)
+    return scale, 0, scale, 0
 
 
 @triton.jit
-def q4_k(block_ptr, run):
-    at = run[:, None]
-    scale, least = _scale_and_min(block_ptr, run)
-    q = (_bytes(block_ptr, 16 + 32 * (at // 2) + _lanes()) >> (4 * (at % 2))) & 15
-    return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
+def iq4_xs(run, strip, i):
+    first, low = strip
+    six = ((low >> (4 * i)) & 15) | (((first >> (16 + 2 * i)) & 3) << 4)
+    scale = _half(first) * (six.to(tl.int32) - 32).to(tl.float32)
+    return scale, 0, scale, 0
 
 
 @triton.jit
-def q5_k(block_ptr, run):
-    at = run[:, None]
-    scale, least = _scale_and_min(block_ptr, run)
-    q = (_bytes(block_ptr, 48 + 32 * (at // 2) + _lanes()) >> (4 * (at % 2))) & 15
-    q = q | (((_bytes(block_ptr, 16 + _lanes()) >> at) & 1) << 4)
-    return _half(block_ptr, 0) * scale * q - _half(block_ptr, 2) * least
+def q4_k(run, strip, i):
+    both, s0, s1, s2 = strip
+    at = 8 * (i % 4)
+    scales = tl.where(i < 4, s0 >> at, ((s2 >> at) & 15) | (((s0 >> at) >> 2) & 0x30))
+    mins = tl.where(i < 4, s1 >> at, (((s2 >> at) >> 4) & 15) | (((s1 >> at) >> 2) & 0x30))
+    scale = _half(both) * _small(scales & 63)
+    offset = -_half(both >> 16) * _small(mins & 63)
+    return scale, offset, scale, offset
 
 
 @triton.jit
-def q6_k(block_ptr, run):
-    half, part, sub = _halves(run)
-    low = (_bytes(block_ptr, 64 * half + 32 * (part % 2) + _lanes()) >> (4 * (part // 2))) & 15
-    high = (_bytes(block_ptr, 128 + 32 * half + _lanes()) >> (2 * part)) & 3
-    scale = _bytes(block_ptr, 192 + sub)
-    return _half(block_ptr, 208) * tl.where(scale < 128, scale, scale - 256) * ((low | (high << 4)) - 32)
+def q5_k(run, strip, i):
+    return q4_k(run, strip, i)
 
 
 @triton.jit
-def q2_k(block_ptr, run):
-    half, part, sub = _halves(run)
-    q = (_bytes(block_ptr, 16 + 32 * half + _lanes()) >> (2 * part)) & 3
-    both = _bytes(block_ptr, sub)
-    return _half(block_ptr, 80) * (both & 15) * q - _half(block_ptr, 82) * (both >> 4)
+def q6_k(run, strip, i):
+    d = _half(strip[0])
+    return d * _small_signed(run), 0, d * _small_signed(run >> 8), 0
 
 
 @triton.jit
-def q3_k(block_ptr, run):
-    half, part, sub = _halves(run)
-    q = (_bytes(block_ptr, 32 + 32 * half + _lanes()) >> (2 * part)) & 3
-    q = q - 4 + (((_bytes(block_ptr, _lanes()) >> run[:, None]) & 1) << 2)
-    low = _bytes(block_ptr, 96 + sub % 8) >> (4 * half)
-    high = _bytes(block_ptr, 104 + sub % 4) >> (2 * (sub // 4))
-    return _half(block_ptr, 108) * (((low & 15) | ((high & 3) << 4)) - 32) * q
+def q2_k(run, strip, i):
+    d, minus_d_min = _half(strip[0]), -_half(strip[0] >> 16)
+    first = d * _small(run & 15), minus_d_min * _small((run >> 4) & 15)
+    return first[0], first[1], d * _small((run >> 8) & 15), minus_d_min * _small((run >> 12) & 15)
+
+
+@triton.jit
+def q3_k(run, strip, i):
+    w0, w1, w2, both = strip
+    # Of the 16 scales, 2 * i and 2 * i + 1: four low bits in the first eight bytes, two high ones in the last four.
+    low = tl.where(i % 4 < 2, w0, w1) >> (16 * (i % 2) + 4 * (i // 4))
+    high = w2 >> (16 * (i % 2) + 2 * (i // 2))
+    d = _half(both)
+    first = (low & 15) | ((high & 3) << 4)
+    second = ((low >> 8) & 15) | (((high >> 8) & 3) << 4)
+    return d * (_small(first) - 32.0), 0, d * (_small(second) - 32.0), 0
 
 
 _ALL = (q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, iq4_xs, mxfp4, q4_k, q5_k, q6_k, q2_k, q3_k)
-#: format -> its decoder
+#: format -> its function of scales, by which kernels know the format
 DECODERS: Table[Any] = Table("triton", "format", {decode.__name__.upper(): decode for decode in _ALL}, FORMATS)
 
 
-@triton.constexpr_function
-def _values(decode):
-    return FORMATS[decode.__name__.upper()].values
-
-
-@triton.constexpr_function
-def _nbytes(decode):
-    return FORMATS[decode.__name__.upper()].nbytes
+_FROM_BYTE = tl.constexpr("{ .reg .b32 t; prmt.b32 t, 0x4B000000, $1, 0x3004; add.f32 $0, t, 0fCB000000; }")
 
 
 @triton.jit
-def decode_runs(row_ptr, start, run, K, DECODE: tl.constexpr):
-    """Values ``start + 32 * run`` and the 31 after it of each row; zero from K on. ``start`` is a multiple of STRIP.
-
-    ``row_ptr`` [R] points at rows of whole blocks, or of numbers where DECODE is None; ``run`` [R] is from 0 to
-    RUNS - 1: [R, 32] float32.
-    """
-    inside = start + 32 * run < K
-    if DECODE is None:
-        at = start + 32 * run[:, None] + tl.arange(0, 32)[None, :]
-        return tl.load(row_ptr[:, None] + at, mask=at < K, other=0.0).to(tl.float32)
-    elif _values(DECODE) == 256:
-        return DECODE(row_ptr + (start + 32 * run) // 256 * _nbytes(DECODE), run)
-    else:
-        tl.static_assert(_values(DECODE) == 32, "blocks must hold 32 values or 256")
-        block = (start + 32 * run) // 32
-        found = DECODE(row_ptr + tl.where(inside, block, 0) * _nbytes(DECODE), tl.zeros_like(run))
-        return tl.where(inside[:, None], found, 0.0)
-
-
-@triton.constexpr_function
-def _scaled_byte_asm(at):
-    return f"{{ .reg .b32 t; prmt.b32 t, 0x4B000000, $1, 0x300{4 + at}; fma.rn.f32 $0, t, $2, $3; }}"
-
-
-@triton.jit
-def _scaled_byte(words, at: tl.constexpr, factor, ASM: tl.constexpr):
-    """A byte of each word times ``factor``.
+def _small(word):
+    """A whole number below 256 in the lowest byte, as float32.
 
     The conversion unit is a fraction of the others' width: 2**23 + b is the float32 of first byte b and fourth 0x4B.
     """
-    if ASM:
-        given = [words, factor, -8388608.0 * factor]
-        asm: tl.constexpr = _scaled_byte_asm(at)
-        found = tl.inline_asm_elementwise(asm, "=r,r,r,r", given, dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = ((words >> (8 * at)) & 0xFF).to(tl.float32) * factor
-    return found
-
-
-@triton.constexpr_function
-def _nibbles_asm(dtype, pack, own):
-    """``pack`` bytes to twice as many numbers: registers of low and of high halves, the bytes, scales and offsets.
-
-    128 + n is the float32 whose third byte is n and whose fourth is 0x43, 32768 + n that of second byte n and fourth
-    0x47: one byte permutation makes it, and 32768 + 16 times the high half. `_factors` allows for that.
-    own: every byte has its scales and offsets; otherwise all have the same.
-    """
-    pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
-    lines = [f".reg .b32 a, b, f<{2 * pack}>;", f"and.b32 a, ${pack}, 0x0F0F0F0F;", f"and.b32 b, ${pack}, 0xF0F0F0F0;"]
-    for i in range(pack):
-        at, step = (pack + 1 + i, pack) if own else (pack + 1, 1)
-        lines.append(f"prmt.b32 f{i}, a, 0x43000000, 0x7{i}44;")
-        lines.append(f"prmt.b32 f{i + pack}, b, 0x47000000, 0x74{i}4;")
-        lines.append(f"fma.rn.f32 f{i}, f{i}, ${at}, ${at + step};")
-        lines.append(f"fma.rn.f32 f{i + pack}, f{i + pack}, ${at + 2 * step}, ${at + 3 * step};")
-    lines += [f"cvt.rn.{pair}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(pack)]
-    return "{" + " ".join(lines) + "}"
-
-
-@triton.constexpr_function
-def _nibbles_registers(pack):
-    return ",".join(pack * ["=r"] + (1 + 4 * pack) * ["r"])
-
-
-@triton.jit
-def _unpacked(both, s0, s1, s2):
-    """From the four words of a Q4_K block's head: d, -d_min, and scales and then minima, of four runs in a word."""
-    d = both.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    d_min = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    late_scales = (s2 & 0x0F0F0F0F) | ((s0 >> 2) & 0x30303030)
-    late_mins = ((s2 >> 4) & 0x0F0F0F0F) | ((s1 >> 2) & 0x30303030)
-    return d, -d_min, s0 & 0x3F3F3F3F, late_scales, s1 & 0x3F3F3F3F, late_mins
-
-
-@triton.jit
-def q4_k_scales(head):
-    """`_unpacked` of heads [N, 4]."""
-    even, odd = tl.split(tl.reshape(head, [head.shape[0], 2, 2]))
-    both, s1 = tl.split(even)
-    s0, s2 = tl.split(odd)
-    return _unpacked(both, s0, s1, s2)
-
-
-@triton.jit
-def quarters(q):
-    """[N, L] as four [N, L // 4]."""
-    first, second = tl.split(tl.permute(tl.reshape(q, [q.shape[0], 2, 2, q.shape[1] // 4]), [0, 3, 2, 1]))
-    a, b = tl.split(first)
-    c, d = tl.split(second)
-    return a, b, c, d
-
-
-@triton.jit
-def _factors(head, i: tl.constexpr, ASM: tl.constexpr):
-    """Scale and offset of run 2 * i, then of run 2 * i + 1, from what `q4_k_scales` found: four [N, 1].
-
-    ASM: for numbers as `_nibbles_asm` has them.
-    """
-    d, minus_d_min, scales, mins = head[0], head[1], head[2 + i // 2], head[4 + i // 2]
-    at: tl.constexpr = 2 * i % 4
-    scale, second = _scaled_byte(scales, at, d, ASM), _scaled_byte(scales, at + 1, d, ASM)
-    offset, second_offset = _scaled_byte(mins, at, minus_d_min, ASM), _scaled_byte(mins, at + 1, minus_d_min, ASM)
-    if ASM:
-        second *= 0.0625
-        offset -= 128.0 * scale
-        second_offset -= 32768.0 * second
-    return scale[:, None], offset[:, None], second[:, None], second_offset[:, None]
-
-
-@triton.jit
-def q4_k_group(q, head, i: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Runs 2 * i and 2 * i + 1 of Q4_K blocks from their bytes [N, 32] and what `q4_k_scales` found: two [N, 32].
-
-    Only views and elementwise operations, so that the compiler can have all of it in the layout that a product takes.
-    ASM: how many bytes at a time, 0 for plain operations.
-    """
-    scale, offset, second, second_offset = _factors(head, i, ASM)
-    if ASM:
-        given = [q, scale, offset, second, second_offset]
-        asm: tl.constexpr = _nibbles_asm(dtype, ASM, True)
-        registers: tl.constexpr = _nibbles_registers(ASM)
-        low, high = tl.inline_asm_elementwise(
-            asm, registers, given, dtype=(dtype.value, dtype.value), is_pure=True, pack=ASM
+    if HAS_ASM:
+        return tl.inline_asm_elementwise(
+            _FROM_BYTE, "=r,r", [word.to(tl.uint32)], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        low = ((q & 15).to(tl.float32) * scale + offset).to(dtype)
-        high = ((q >> 4).to(tl.float32) * second + second_offset).to(dtype)
+        return (word & 0xFF).to(tl.float32)
+
+
+@triton.jit
+def _small_signed(word):
+    """The lowest byte with its sign, as float32."""
+    return _small(word ^ 0x80) - 128.0
+
+
+# ---- Codes in words ----
+
+
+@triton.constexpr_function
+def _table_words(decode):
+    """The 16 bytes of a format's codes, in words."""
+    codes = [value & 0xFF for value in _kind(decode).codes]
+    return [sum(codes[4 * i + j] << (8 * j) for j in range(4)) for i in range(4)]
+
+
+@triton.constexpr_function
+def _has_table(decode):
+    return bool(_kind(decode).codes)
+
+
+@triton.constexpr_function
+def _lookup_lines(tables: list[int], given: str, found: tuple[str, ...]) -> list[str]:
+    """Instructions that look four nibbles of a register up in a table of 16 bytes, for each register of ``found``.
+
+    A byte permutation finds one of eight by the three lower bits of a nibble; another chooses by the fourth between
+    what was found in the two halves of the table.
+    """
+    lines = [f"and.b32 s, {given}, 0x77777777;", f"and.b32 c, {given}, 0x88888888;", "shr.b32 c, c, 1;"]
+    lines.append("or.b32 c, c, 0x32103210;")
+    for i, out in enumerate(found):
+        if i:
+            lines += ["shr.b32 s, s, 16;", "shr.b32 c, c, 16;"]
+        lines.append(f"prmt.b32 l, {tables[0]}, {tables[1]}, s;")
+        lines.append(f"prmt.b32 h, {tables[2]}, {tables[3]}, s;")
+        lines.append(f"prmt.b32 {out}, l, h, c;")
+    return lines
+
+
+@triton.constexpr_function
+def _lookup_asm(tables):
+    lines = [".reg .b32 s, c, l, h, a, b;", *_lookup_lines(tables, "$2", ("a", "b"))]
+    return "{" + " ".join([*lines, "prmt.b32 $0, a, b, 0x6420;", "prmt.b32 $1, a, b, 0x7531;"]) + "}"
+
+
+@triton.jit
+def _looked_up(q, DECODE: tl.constexpr):
+    """What the low and the high halves of the four bytes of words stand for: two words of bytes."""
+    TABLES: tl.constexpr = _table_words(DECODE)
+    if HAS_ASM:
+        low, high = tl.inline_asm_elementwise(
+            _lookup_asm(TABLES), "=&r,=&r,r", [q], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        )
+    else:
+        low, high = tl.zeros(q.shape, tl.uint32), tl.zeros(q.shape, tl.uint32)
+        for i in tl.static_range(4):
+            low |= _code_byte((q >> (8 * i)) & 15, TABLES) << (8 * i)
+            high |= _code_byte((q >> (8 * i + 4)) & 15, TABLES) << (8 * i)
     return low, high
 
 
 @triton.jit
-def q4_k_words(q, head, i: tl.constexpr, dtype: tl.constexpr):
-    """Like `q4_k_group`, from words [N, 8], by instructions of the card alone.
-
-    Four [N, 8]: pairs of numbers of ``dtype`` in a word, two of the first run's and two of the second's.
-    """
-    scale, offset, second, second_offset = _factors(head, i, True)
-    return tl.inline_asm_elementwise(
-        _nibbles_asm(dtype, 4, False),
-        "=r,=r,=r,=r,r,r,r,r,r",
-        [q, scale, offset, second, second_offset],
-        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-        is_pure=True,
-        pack=1,
-    )
+def _code_byte(q, TABLES: tl.constexpr):
+    """A byte of a table of 16."""
+    a, b = tl.full(q.shape, TABLES[0], tl.uint32), tl.full(q.shape, TABLES[1], tl.uint32)
+    c, d = tl.full(q.shape, TABLES[2], tl.uint32), tl.full(q.shape, TABLES[3], tl.uint32)
+    word = tl.where(q < 4, a, tl.where(q < 8, b, tl.where(q < 12, c, d)))
+    return (word >> (8 * (q % 4))) & 0xFF
 
 
 @triton.jit
-def _x_rows(x_ptr, start, K, stride, GROUPS: tl.constexpr):
-    """GROUPS * 64 values from ``start`` on of the rows at ``x_ptr`` [A], zeros from K on: float32."""
-    at = start + tl.arange(0, GROUPS * 64)
+def _high_word(high, word, s: tl.constexpr, DECODE: tl.constexpr):
+    """The high bits of slot s of words ``word`` of runs, where the codes have them: they stand above the base's.
+
+    ``high``: the run's one or two words of the plane.
+    """
+    BASE: tl.constexpr = base_bits(DECODE)
+    HIGH: tl.constexpr = high_bits(DECODE)
+    slot = word * (8 // BASE) + s
+    if HIGH == 1:
+        bits = high[0] >> slot
+    else:
+        bits = tl.where(slot < 4, high[0], high[1]) >> (2 * (slot % 4))
+    return (bits & _mask(HIGH)) << BASE
+
+
+@triton.jit
+def word_codes(q, high, word, DECODE: tl.constexpr):
+    """The codes of the slots of words q, which are words ``word`` of runs: a tuple of words of bytes, slot by slot."""
+    BASE: tl.constexpr = base_bits(DECODE)
+    if _has_table(DECODE):
+        found = _looked_up(q, DECODE)
+    elif BASE == 8:
+        found = (q,)
+    elif BASE == 4:
+        found = q & _mask(4), (q >> 4) & _mask(4)
+    else:
+        found = q & _mask(2), (q >> 2) & _mask(2), (q >> 4) & _mask(2), (q >> 6) & _mask(2)
+    if high_bits(DECODE):
+        with_high = (found[0] | _high_word(high, word, 0, DECODE),)
+        for s in tl.static_range(1, 8 // BASE):
+            with_high = with_high + (found[s] | _high_word(high, word, s, DECODE),)  # noqa: RUF005
+        found = with_high
+    return found
+
+
+# ---- One row times rows in planes ----
+
+
+@triton.jit
+def _strip_words(ptr, at, BYTES: tl.constexpr):
+    """The words of units ``at`` [A, R, B] of a plane of BYTES a unit, in as few loads as there can be."""
+    words = ptr.to(tl.pointer_type(tl.uint32))
+    if BYTES == 2:
+        found = (tl.load(ptr.to(tl.pointer_type(tl.uint16)) + at).to(tl.uint32),)
+    elif BYTES == 4:
+        found = (tl.load(words + at),)
+    elif BYTES == 8:
+        both = tl.load(ptr.to(tl.pointer_type(tl.uint64)) + at)
+        found = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+    elif BYTES == 12:
+        found = tl.load(words + 3 * at), tl.load(words + 3 * at + 1), tl.load(words + 3 * at + 2)
+    else:
+        four = tl.load(words[:, :, :, None] + (4 * at)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :])
+        found = _four(tl.reshape(four, [at.shape[0], at.shape[1], at.shape[2], 2, 2]))
+    return found
+
+
+@triton.constexpr_function
+def run_type(decode):
+    return {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}[run_bytes(decode)]
+
+
+@triton.jit
+def plane_at(rows, R, i: tl.constexpr, DECODE: tl.constexpr):
+    """The first byte of the i-th plane of a matrix of ``rows`` rows of R runs: base, high, runs, and two of strips."""
+    found = 0
+    if i > 0:
+        found = rows * R * (4 * base_bits(DECODE))
+    if i > 1:
+        found += rows * R * (4 * high_bits(DECODE))
+    if i > 2:
+        found += rows * R * run_bytes(DECODE)
+    if i > 3:
+        found += rows * (R // 8) * strip_bytes_of(DECODE, 0)
+    return found
+
+
+@triton.jit
+def _strips(ptr, rows, R, at_strip, DECODE: tl.constexpr):
+    """The words of the planes of strips, of those at ``at_strip`` (row times strips of a row, and the strip)."""
+    found = ()
+    if strip_bytes_of(DECODE, 0) > 0:
+        found = _strip_words(ptr + plane_at(rows, R, 3, DECODE), at_strip, strip_bytes_of(DECODE, 0))
+        if strip_bytes_of(DECODE, 1) > 0:
+            begin = ptr + plane_at(rows, R, 4, DECODE)
+            found = found + _strip_words(begin, at_strip, strip_bytes_of(DECODE, 1))
+    return found
+
+
+@triton.jit
+def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
+    """RUNS runs from value ``start`` on of rows [A, B] of matrices in planes; nothing from K on.
+
+    ``matrix``: pointers to matrices [A], and the rows that each has; no matrix has 2 GiB. Words [A, RUNS, B, base], those of the high plane
+    and scales [A, RUNS, B]. Runs stand before rows, so that a thread has a run of many rows.
+    """
+    ptr, rows = matrix
+    R = K // 32
+    first = start // 32 + tl.arange(0, RUNS)
+    # Past the end the last run's scales are read again, and multiplied by zeros.
+    run = tl.minimum(first, R - 1)[None, :, None]
+    inside = (first < R)[None, :, None]
+    ptr = ptr[:, None, None]
+    at = (row * R)[:, None, :] + run
+    BASE: tl.constexpr = base_bits(DECODE)
+    words = ptr.to(tl.pointer_type(tl.uint32))
+    word = tl.arange(0, BASE)[None, None, None, :]
+    q = tl.load(words[:, :, :, None] + (at * BASE)[:, :, :, None] + word, mask=inside[:, :, :, None], other=0)
+    high = ()
+    above = (ptr + plane_at(rows, R, 1, DECODE)).to(tl.pointer_type(tl.uint32))
+    if high_bits(DECODE) == 1:
+        high = (tl.load(above + at, mask=inside, other=0),)
+    elif high_bits(DECODE) == 2:
+        both = tl.load(above.to(tl.pointer_type(tl.uint64)) + at, mask=inside, other=0)
+        high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+    of_run = 0
+    if run_bytes(DECODE) > 0:
+        scales = (ptr + plane_at(rows, R, 2, DECODE)).to(tl.pointer_type(run_type(DECODE)))
+        of_run = tl.load(scales + at).to(tl.uint32)
+    return q, high, of_run, _strips(ptr, rows, R, (row * (R // 8))[:, None, :] + run // 8, DECODE)
+
+
+@triton.jit
+def _x_runs(x_ptr, start, K, stride, RUNS: tl.constexpr):
+    """RUNS * 32 values from ``start`` on of the rows at ``x_ptr`` [A], zeros from K on: float32."""
+    at = start + tl.arange(0, RUNS * 32)
     return tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _x_words(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
-    """GROUPS * 64 values of A rows from ``start`` on, as `q4_k_products` multiplies them: eight [A, GROUPS, 1, 8].
-
-    The first four are bytes 0 to 3 of words of low halves, values 64 * group + 4 * word + byte; the others 32 further.
-    """
-    x = _x_rows(x_ptr, start, K, stride, GROUPS)
-    x = tl.permute(tl.reshape(x, [A, GROUPS, 2, 8, 2, 2]), [0, 1, 3, 2, 4, 5])
+def _four(x):
+    """The four parts of the last dimension [.., 2, 2]."""
     even, odd = tl.split(x)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    a0, b0 = tl.split(first)
-    a1, b1 = tl.split(second)
-    a2, b2 = tl.split(third)
-    a3, b3 = tl.split(fourth)
-    low = a0[:, :, None, :], a1[:, :, None, :], a2[:, :, None, :], a3[:, :, None, :]
-    return low + (b0[:, :, None, :], b1[:, :, None, :], b2[:, :, None, :], b3[:, :, None, :])  # noqa: RUF005
-
-
-_DOTS = tl.constexpr(
-    "{ .reg .b32 w, f; and.b32 w, $1, 0x0F0F0F0F;"
-    + " ".join(
-        f"prmt.b32 f, w, 0x43000000, 0x7{i}44; fma.rn.f32 $0, f, ${2 + i}, {'$0' if i else '$6'};" for i in range(4)
-    )
-    + "}"
-)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _dots(q, x0, x1, x2, x3, total):
-    """The low halves of the four bytes of words times four numbers; ``total`` is the numbers' sum."""
-    if HAS_ASM:
-        found = tl.inline_asm_elementwise(
-            _DOTS, "=&r,r,r,r,r,r,r", [q, x0, x1, x2, x3, -128.0 * total], dtype=tl.float32, is_pure=True, pack=1
-        )
+def _by_slot(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr):
+    """[A, RUNS, 8] by words of the base plane: as many [A, RUNS, 1, base] as these have slots."""
+    if BASE == 8:
+        found = (tl.reshape(x, [A, RUNS, 1, 8]),)
+    elif BASE == 4:
+        a, b = tl.split(tl.reshape(x, [A, RUNS, 1, 4, 2]))
+        found = (a, b)
     else:
-        found = (q & 15).to(tl.float32) * x0 + ((q >> 8) & 15).to(tl.float32) * x1
-        found += ((q >> 16) & 15).to(tl.float32) * x2 + ((q >> 24) & 15).to(tl.float32) * x3
+        found = _four(tl.reshape(x, [A, RUNS, 1, 2, 2, 2]))
     return found
 
 
 @triton.jit
-def _x_bytes(x_ptr, start, K, stride, A: tl.constexpr, GROUPS: tl.constexpr):
-    """Like `_x_words`, rounded to 8 bits by runs of 32, four in a word: two [A, GROUPS, 1, 8] of the two runs.
+def _x_rounded(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
+    """x [A, RUNS * 32] in 8 bits by runs of 32: words by slot; factors [A, RUNS, 1]; sums of whole numbers by sub-run.
 
-    And two [A, GROUPS, 1] each of what the bytes are to be multiplied by, and of the runs' sums.
+    Sums are of values 0 to 15 and 16 to 31 where SUB is 16, of all in both where it is 32.
     """
-    x = tl.reshape(_x_rows(x_ptr, start, K, stride, GROUPS), [A, GROUPS, 2, 32])
-    factor = tl.max(tl.abs(x), 3) * (1.0 / 127.0)
+    x = tl.reshape(x, [A, RUNS, 32])
+    factor = tl.max(tl.abs(x), 2) * (1.0 / 127.0)
     # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Runs too small to divide by are zeros.
-    rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, :, None] + 12582912.0
-    sum_a, sum_b = tl.split(tl.sum(rounded - 12582912.0, 3) * factor)
-    factor_a, factor_b = tl.split(factor)
-    byte = tl.reshape(rounded.to(tl.int32, bitcast=True) & 0xFF, [A, GROUPS, 2, 8, 2, 2])
-    even, odd = tl.split(byte)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    words = first | (second << 8) | (third << 16) | (fourth << 24)
-    words_a, words_b = tl.split(tl.permute(words, [0, 1, 3, 2]))
-    factors = factor_a[:, :, None], factor_b[:, :, None], sum_a[:, :, None], sum_b[:, :, None]
-    return (words_a[:, :, None, :], words_b[:, :, None, :]) + factors  # noqa: RUF005
-
-
-_BYTE_DOTS = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; dp4a.u32.s32 $0, t, $3, 0; "
-    "and.b32 t, $2, 0xF0F0F0F0; dp4a.u32.s32 $1, t, $4, 0; }"
-)
+    rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, None] + 12582912.0
+    whole = rounded.to(tl.int32, bitcast=True) - 0x4B400000
+    if SUB == 16:
+        sum_a, sum_b = tl.split(tl.sum(tl.reshape(whole, [A, RUNS, 2, 16]), 3))
+    else:
+        sum_a = tl.sum(whole, 2)
+        sum_b = sum_a
+    b0, b1, b2, b3 = _four(tl.reshape(whole & 0xFF, [A, RUNS, 8, 2, 2]))
+    words = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+    return _by_slot(words, A, RUNS, BASE), factor[:, :, None], (sum_a[:, :, None], sum_b[:, :, None])
 
 
 @triton.jit
-def _byte_dots(q, words_a, words_b):
-    """The low halves of the four bytes of words times four bytes, and 16 times the high halves times four others."""
+def _x_exact(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
+    """Likewise x unrounded: four numbers of each slot, 1.0, and their sums."""
+    x = tl.reshape(x, [A, RUNS, 32])
+    if SUB == 16:
+        sum_a, sum_b = tl.split(tl.sum(tl.reshape(x, [A, RUNS, 2, 16]), 3))
+    else:
+        sum_a = tl.sum(x, 2)
+        sum_b = sum_a
+    b0, b1, b2, b3 = _four(tl.reshape(x, [A, RUNS, 8, 2, 2]))
+    slots = (
+        _by_slot(b0, A, RUNS, BASE),
+        _by_slot(b1, A, RUNS, BASE),
+        _by_slot(b2, A, RUNS, BASE),
+        _by_slot(b3, A, RUNS, BASE),
+    )
+    return slots, 1.0, (sum_a[:, :, None], sum_b[:, :, None])
+
+
+@triton.jit
+def _dot4(codes, x, total, SIGNED: tl.constexpr):
+    """``total`` and four bytes of codes times four bytes of x, in whole numbers."""
     if HAS_ASM:
-        low, high = tl.inline_asm_elementwise(
-            _BYTE_DOTS, "=&r,=&r,r,r,r", [q, words_a, words_b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        KIND: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.s32 $0, $1, $2, $3;"
+        total = tl.inline_asm_elementwise(KIND, "=r,r,r,r", [codes, x, total], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        low, high = tl.zeros(q.shape, tl.int32), tl.zeros(q.shape, tl.int32)
         for i in tl.static_range(4):
-            # bytes of words_a and words_b are signed
-            low += ((q >> (8 * i)) & 15).to(tl.int32) * ((words_a << (24 - 8 * i)) >> 24)
-            high += ((q >> (8 * i)) & 0xF0).to(tl.int32) * ((words_b << (24 - 8 * i)) >> 24)
-    return low, high
+            code = ((codes >> (8 * i)) & 0xFF).to(tl.int32)
+            if SIGNED:
+                code = tl.where(code < 128, code, code - 256)
+            total += code * ((x << (24 - 8 * i)) >> 24)
+    return total
 
 
 @triton.jit
-def q4_k_load(row_ptr, start, K, GROUPS: tl.constexpr):
-    """GROUPS groups of 64 from value ``start`` on of rows [A, B] of Q4_K blocks, 16-byte aligned; nothing from K on.
-
-    Their words [A, GROUPS, B, 8], and the four words of their blocks' heads [A, GROUPS, B], the last three moved so
-    that a group's scales are at the front.
-    """
-    g = tl.arange(0, GROUPS)
-    i = g % 4
-    base = tl.multiple_of(row_ptr, [16, 16]).to(tl.pointer_type(tl.uint32))[:, None, :]
-    # Past the end the last block is read again, and multiplied by zeros.
-    block = 36 * tl.minimum(start // 256 + g // 4, K // 256 - 1)
-    word = (4 + 8 * i)[:, None, None] + tl.arange(0, 8)[None, None, :]
-    inside = (start + 0 * g < K)[None, :, None]
-    q = tl.load(base[:, :, :, None] + (block[:, None, None] + word)[None, :, :, :], mask=inside[:, :, :, None], other=0)
-    head = base + block[None, :, None]
-    shift = (16 * (i % 2)).to(tl.uint32)[None, :, None]
-    both = tl.load(head, mask=inside, other=0)
-    s0 = tl.load(head + 1, mask=inside, other=0) >> shift
-    s1 = tl.load(head + 2, mask=inside, other=0) >> shift
-    s2 = tl.load(head + 3, mask=inside, other=0) >> shift
-    return q, both, s0, s1, s2
-
-
-@triton.jit
-def _q4_k_step(loaded, x, total, least, GROUPS: tl.constexpr, ROUNDED: tl.constexpr):
-    """Sums ``total`` [A, GROUPS, B, words or their halves] and of minima ``least`` [A, GROUPS, B], with more to them.
-
-    What `q4_k_load` loaded, times x as `_x_bytes` or `_x_words` gives it.
-    """
-    q, both, s0, s1, s2 = loaded
-    d, minus_d_min, early_scales, late_scales, early_mins, late_mins = _unpacked(both, s0, s1, s2)
-    # a group's two are the first bytes
-    early = (tl.arange(0, GROUPS) % 4 < 2)[None, :, None]
-    scales, mins = tl.where(early, early_scales, late_scales), tl.where(early, early_mins, late_mins)
-    scale_a, scale_b = _scaled_byte(scales, 0, d, HAS_ASM), _scaled_byte(scales, 1, d, HAS_ASM)
+def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    """Codes times x by words: whole numbers, or float32."""
+    SLOTS: tl.constexpr = 8 // base_bits(DECODE)
+    SIGNED: tl.constexpr = _signed(DECODE)
     if ROUNDED:
-        words_a, words_b, factor_a, factor_b, sum_a, sum_b = x
-        low, high = _byte_dots(q, words_a, words_b)
-        halves: tl.constexpr = [q.shape[0], GROUPS, q.shape[2], 2, 4]
-        low = tl.sum(tl.reshape(low, halves), 4).to(tl.float32)
-        high = tl.sum(tl.reshape(high, halves), 4).to(tl.float32)
-        scale_a *= factor_a
-        scale_b *= factor_b * 0.0625
+        found = tl.zeros(shape, tl.int32)
+        for s in tl.static_range(SLOTS):
+            found = _dot4(codes[s], x[s], found, SIGNED)
     else:
-        a0, a1, a2, a3, b0, b1, b2, b3 = x
-        words_a, words_b = a0 + a1 + a2 + a3, b0 + b1 + b2 + b3
-        low, high = _dots(q, a0, a1, a2, a3, words_a), _dots(q >> 4, b0, b1, b2, b3, words_b)
-        sum_a, sum_b = tl.sum(words_a, 3), tl.sum(words_b, 3)
-    total += scale_a[:, :, :, None] * low + scale_b[:, :, :, None] * high
-    least += _scaled_byte(mins, 0, minus_d_min, HAS_ASM) * sum_a + _scaled_byte(mins, 1, minus_d_min, HAS_ASM) * sum_b
-    return total, least
+        found = tl.zeros(shape, tl.float32)
+        for s in tl.static_range(SLOTS):
+            code = codes[s] ^ 0x80808080 if SIGNED else codes[s]
+            for i in tl.static_range(4):
+                number = _small(code >> (8 * i))
+                if SIGNED:
+                    number -= 128.0
+                found += number * x[i][s]
+    return found
 
 
 @triton.jit
-def q4_k_products(loaded, ptrs, x_ptr, K, stride, GROUPS: tl.constexpr, ROUNDED: tl.constexpr):
-    """Rows ``ptrs`` [A, B] of Q4_K blocks, each times the row at ``x_ptr`` [A]: [A, B] float32.
+def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    """``total`` [A, RUNS, B] with what `load_runs` loaded times x, as `_x_rounded` or `_x_exact` gives it."""
+    q, high, of_run, strip = loaded
+    slots, factor, x_sums = x
+    RUNS: tl.constexpr = total.shape[1]
+    BASE: tl.constexpr = base_bits(DECODE)
+    word = tl.arange(0, BASE).to(tl.uint32)[None, None, None, :]
+    codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
+    shape: tl.constexpr = [total.shape[0], RUNS, q.shape[2], BASE]
+    sums = _sums(codes, slots, shape, ROUNDED, DECODE)
+    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
+    scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
+    sum_a, sum_b = x_sums
+    if sub_values(DECODE) == 16:
+        halves: tl.constexpr = [total.shape[0], RUNS, q.shape[2], 2, BASE // 2]
+        a, b = tl.split(tl.sum(tl.reshape(sums, halves), 4))
+        a -= _bias(DECODE) * sum_a
+        b -= _bias(DECODE) * sum_b
+        total += (scale_a * factor) * a.to(tl.float32) + (scale_b * factor) * b.to(tl.float32)
+        if _has_minima(DECODE):
+            total += (offset_a * factor) * sum_a.to(tl.float32) + (offset_b * factor) * sum_b.to(tl.float32)
+    else:
+        a = tl.sum(sums, 3)
+        a -= _bias(DECODE) * sum_a
+        total += (scale_a * factor) * a.to(tl.float32)
+        if _has_minima(DECODE):
+            total += (offset_a * factor) * sum_a.to(tl.float32)
+    return total
 
-    ``ptrs`` and what `q4_k_load` gave for their beginning, ``loaded``, are two each: the second None, or rows that
-    share the work on x. Groups of 64 stand before rows, so that a thread has one group of many rows. ROUNDED: x in 8
-    bits.
+
+@triton.jit
+def _x_for(x, A: tl.constexpr, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    return (_x_rounded if ROUNDED else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
+
+
+@triton.jit
+def row_products(
+    loaded,
+    matrices,
+    rows,
+    x_ptr,
+    K,
+    stride,
+    RUNS: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    DECODE: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Rows [A, B] of matrices in planes, each times the row at ``x_ptr`` [A]: [A, B] float32. One matrix may serve all.
+
+    ``matrices`` and ``rows``, as `load_runs` takes them, and what it gave for their beginning, ``loaded``, are two
+    each: the second of format SECOND, where that is not None. ONCE: RUNS are all of K. ROUNDED: x in 8 bits.
     """
     loaded, second_loaded = loaded
-    row_ptr, second_ptr = ptrs
-    A: tl.constexpr = row_ptr.shape[0]
-    B: tl.constexpr = row_ptr.shape[1]
-    total = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
-    least = tl.zeros([A, GROUPS, B], tl.float32)
-    second = tl.zeros([A, GROUPS, B, 2 if ROUNDED else 8], tl.float32)
-    second_least = tl.zeros([A, GROUPS, B], tl.float32)
-    for start in range(0, K, 64 * GROUPS):
-        x = (_x_bytes if ROUNDED else _x_words)(x_ptr, start, K, stride, A, GROUPS)
-        total, least = _q4_k_step(loaded, x, total, least, GROUPS, ROUNDED)
-        loaded = q4_k_load(row_ptr, start + 64 * GROUPS, K, GROUPS)
-        if second_ptr is not None:
-            second, second_least = _q4_k_step(second_loaded, x, second, second_least, GROUPS, ROUNDED)
-            second_loaded = q4_k_load(second_ptr, start + 64 * GROUPS, K, GROUPS)
-    return tl.sum(tl.sum(total, 3) + least, 1), tl.sum(tl.sum(second, 3) + second_least, 1)
+    matrix, second_matrix = matrices
+    row, second_row = rows
+    A: tl.constexpr = x_ptr.shape[0]
+    B: tl.constexpr = row.shape[1]
+    total = tl.zeros([A, RUNS, B], tl.float32)
+    second = tl.zeros([A, RUNS, B], tl.float32)
+    for start in range(0, 32 * RUNS if ONCE else K, 32 * RUNS):
+        numbers = _x_runs(x_ptr, start, K, stride, RUNS)
+        total = _step(loaded, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
+        if not ONCE:
+            loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
+        if SECOND is not None:
+            x = _x_for(numbers, A, RUNS, ROUNDED, SECOND)
+            second = _step(second_loaded, x, start, second, ROUNDED, SECOND)
+            if not ONCE:
+                second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
+    return tl.sum(total, 1), tl.sum(second, 1)
+
+
+# ---- Tiles of numbers for products ----
+
+
+@triton.constexpr_function
+def _zero(decode, asm):
+    """How far above what it stands for a code is, as decoders have it: a byte without sign, above 128 or 32768."""
+    kind = _kind(decode)
+    if kind.signed:
+        return 128 + (32768 if asm else 0)
+    return kind.bias + (128 if asm else 0)
+
+
+@triton.jit
+def factors(scale, offset, DECODE: tl.constexpr, ASM: tl.constexpr):
+    """Scale, and offset for codes as decoders have them."""
+    ZERO: tl.constexpr = _zero(DECODE, ASM)
+    if _has_minima(DECODE):
+        found = offset - ZERO * scale
+    else:
+        found = -ZERO * scale
+    return scale, found
+
+
+@triton.constexpr_function
+def _number_asm(decode, i):
+    select = f"0x47000000, 0x74{i}4" if _kind(decode).signed else f"0x43000000, 0x7{i}44"
+    return f"{{ .reg .b32 f; prmt.b32 f, $1, {select}; fma.rn.f32 $0, f, $2, $3; }}"
+
+
+@triton.jit
+def _number(codes, i: tl.constexpr, scale, offset, DECODE: tl.constexpr):
+    """The i-th of the four codes of words as numbers, with what `factors` made of scale and offset.
+
+    128 + n is the float32 whose third byte is n and whose fourth is 0x43, for codes below 128; 32768 + n that of second
+    byte n and fourth 0x47, for those of 8 bits: one byte permutation makes it.
+    """
+    if HAS_ASM:
+        asm: tl.constexpr = _number_asm(DECODE, i)
+        return tl.inline_asm_elementwise(
+            asm, "=r,r,r,r", [codes, scale, offset], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return ((codes >> (8 * i)) & 0xFF).to(tl.float32) * scale + offset
+
+
+@triton.jit
+def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
+    """The four codes of words as numbers: two more dimensions."""
+    a, b = _number(codes, 0, scale, offset, DECODE), _number(codes, 1, scale, offset, DECODE)
+    c, d = _number(codes, 2, scale, offset, DECODE), _number(codes, 3, scale, offset, DECODE)
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def decode_strip(loaded, dtype: tl.constexpr, DECODE: tl.constexpr, at_run=0):
+    """What `load_runs` loaded of one matrix's rows, as numbers: [rows, values] of ``dtype``.
+
+    Of a strip, or of a part of one that begins with its run ``at_run``.
+    """
+    q, high, of_run, strip = loaded
+    RUNS: tl.constexpr = q.shape[1]
+    N: tl.constexpr = q.shape[2]
+    BASE: tl.constexpr = base_bits(DECODE)
+    SLOTS: tl.constexpr = 8 // BASE
+    i = (at_run + tl.arange(0, RUNS)).to(tl.uint32)[None, :, None]
+    scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
+    scale, offset = factors(scale_a, offset_a, DECODE, HAS_ASM)
+    scale, offset = scale[:, :, :, None], offset[:, :, :, None]
+    word = tl.arange(0, BASE).to(tl.uint32)[None, None, None, :]
+    if sub_values(DECODE) == 16:
+        scale_b, offset_b = factors(scale_b, offset_b, DECODE, HAS_ASM)
+        first = word < BASE // 2
+        scale = tl.where(first, scale, scale_b[:, :, :, None])
+        offset = tl.where(first, offset, offset_b[:, :, :, None])
+    codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
+    if _signed(DECODE):
+        codes = _without_signs(codes)
+    # [1, runs, N, base, 2, 2] of each slot
+    found = _four_numbers(codes[0], scale, offset, DECODE).to(dtype)
+    if SLOTS == 1:
+        found = tl.permute(found, [0, 2, 1, 3, 4, 5])
+    elif SLOTS == 2:
+        found = tl.join(found, _four_numbers(codes[1], scale, offset, DECODE).to(dtype))
+        found = tl.permute(found, [0, 2, 1, 3, 6, 4, 5])
+    else:
+        second = _four_numbers(codes[1], scale, offset, DECODE).to(dtype)
+        third = _four_numbers(codes[2], scale, offset, DECODE).to(dtype)
+        fourth = _four_numbers(codes[3], scale, offset, DECODE).to(dtype)
+        found = tl.join(tl.join(found, second), tl.join(third, fourth))
+        found = tl.permute(found, [0, 2, 1, 3, 7, 6, 4, 5])
+    return tl.reshape(found, [N, 32 * RUNS])
+
+
+@triton.jit
+def _without_signs(codes):
+    """Bytes with a sign, 128 higher."""
+    found = (codes[0] ^ 0x80808080,)
+    if len(codes) == 2:
+        found = found + (codes[1] ^ 0x80808080,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _for_words(high, DECODE: tl.constexpr):
+    """Words of the high plane [A, RUNS, B] beside words of the base plane."""
+    found = ()
+    if high_bits(DECODE) == 1:
+        found = (high[0][:, :, :, None],)
+    elif high_bits(DECODE) == 2:
+        found = high[0][:, :, :, None], high[1][:, :, :, None]
+    return found
+
+
+@triton.jit
+def chosen(values, at):
+    """By ``at`` one of two, four or eight values."""
+    if len(values) == 1:
+        found = values[0]
+    elif len(values) == 2:
+        found = tl.where(at % 2 == 0, values[0], values[1])
+    elif len(values) == 4:
+        found = tl.where(at % 4 < 2, chosen((values[0], values[1]), at), chosen((values[2], values[3]), at))
+    else:
+        first = chosen((values[0], values[1], values[2], values[3]), at)
+        found = tl.where(at < 4, first, chosen((values[4], values[5], values[6], values[7]), at))
+    return found
+
+
+@triton.jit
+def eight_columns(x):
+    """The eight columns of [N, 8]."""
+    x = tl.reshape(x, [x.shape[0], 2, 2, 2])
+    even, odd = tl.split(x)
+    a, c, e, g = four_columns(even)
+    b, d, f, h = four_columns(odd)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def four_columns(x):
+    """The four columns of [N, 2, 2]."""
+    even, odd = tl.split(x)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.constexpr_function
+def box_bytes(decode):
+    """Bytes of a row that the copy engine brings at a time."""
+    return 64 if base_bits(decode) == 2 else 128
+
+
+@triton.constexpr_function
+def _pairs_asm(decode, dtype):
+    signed = _kind(decode).signed
+    pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+    lines = [".reg .b32 w, f<4>;", "xor.b32 w, $2, 0x80808080;" if signed else "mov.b32 w, $2;"]
+    for i in range(4):
+        lines.append(f"prmt.b32 f{i}, w, " + (f"0x47000000, 0x74{i}4;" if signed else f"0x43000000, 0x7{i}44;"))
+        lines.append(f"fma.rn.f32 f{i}, f{i}, $3, $4;")
+    lines += [f"cvt.rn.{pair}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
+    return "{" + " ".join(lines) + "}"
+
+
+@triton.jit
+def code_pairs(codes, scale, offset, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """Four codes in a word to two pairs of numbers of ``dtype`` in a word each, by instructions of the card.
+
+    ``scale`` and ``offset`` are as `factors` makes them.
+    """
+    return tl.inline_asm_elementwise(
+        _pairs_asm(DECODE, dtype),
+        "=&r,=&r,r,r,r",
+        [codes, scale, offset],
+        dtype=(tl.uint32, tl.uint32),
+        is_pure=True,
+        pack=1,
+    )

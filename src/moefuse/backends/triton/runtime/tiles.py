@@ -40,15 +40,13 @@ MANY_ROWS = 96
 #: over this many rows per expert Hopper takes grouped_linear_hopper.py's product where that can
 SWAP_AB_ROWS = 24
 #: and over this many where it decodes weights on the way, by the 128 rows at a time
-SWAP_AB_ROWS_IN_BLOCKS = 52
+SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
 #: up to this many programs of the down matrix-vector product leave room on a card
 _DECODE_PROGRAMS = 600
 #: programs that fill a card with one each, about
 _SMALL_CARD = 128
-#: the format with kernels of its own, which read 16 bytes at once
-IN_WORDS = "Q4_K"
 
 
 def shared_limit(device: torch.device) -> int:
@@ -61,12 +59,12 @@ def shared_limit(device: torch.device) -> int:
 
 
 def decode_up_tile(T: int, format: str = "") -> Tile:
-    """The tile of the up matrix-vector product; ``m`` is not used, nor ``k`` on most blocks."""
+    """The tile of the up matrix-vector product; ``m`` is not used."""
     if INTERPRETED:
         return Tile(1, 32, 256 if format else 64, 4, 1)
-    if format == IN_WORDS:  # ``k`` at a time
+    if format:
         return Tile(1, 8, 1024, 2, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
-    return Tile(1, 4, 256, 4, 1) if format else Tile(1, 8, 256, 4, 2 if T == 1 else 3)
+    return Tile(1, 8, 256, 4, 2 if T == 1 else 3)
 
 
 def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile:
@@ -74,10 +72,8 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
     if INTERPRETED:
         return Tile(1, 16, 256 if format else 64, 4, 1)
     slots = block_of(top_k, 1)
-    if format == IN_WORDS:
-        return Tile(1, min(16, max(1, 128 // slots)), 256, 8, 1)
     if format:
-        return Tile(1, 2 if slots <= 8 else 1, 256, 4, 1)
+        return Tile(1, min(16, max(1, 128 // slots)), 256, 8, 1)
     n = 4 if slots <= 8 else 2
     # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.
@@ -91,11 +87,11 @@ def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str
     if INTERPRETED:
         return Tile(2, 8, 256 if format else 32, 4, 1) if T == 1 else Tile(16, 64, 32, 4, 1)
     if T == 1 and format:
-        return Tile(1, 8, 1024, 2, 1) if format == IN_WORDS else Tile(1, 4, 256, 4, 1)
+        return Tile(1, 8, 1024, 2, 1)
     if T == 1:  # a warp alone, so that sums cross no warps; each thread has 16 loads of 16 bytes under way
         return Tile(1, 2, 2048 // itemsize, 1, 1)
     if format:
-        return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3 if format == IN_WORDS else 2)
+        return Tile(8 if T <= 8 else 16, 64 if N >= 128 * _SMALL_CARD else 32, 256, 2, 3)
     if itemsize == 4:
         tile = Tile(16, 32, 64, 4, 3)
     else:
@@ -144,26 +140,18 @@ def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Til
 
 def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
     """The tile for weights in blocks: k is the strip of 256 that all formats share."""
-    engine = capability(device) >= (9, 0)
     if itemsize == 4:  # its products are written out, and compile by their size
         tile = Tile(16, 64, 256, 4, 2)
-    elif format == IN_WORDS:  # two warps make products of their own, four one together
-        if rows_per_expert <= 2:
-            tile = Tile(8, 32, 256, 2, 3, engine) if gated else Tile(8, 64, 256, 2, 3, engine)
-        elif rows_per_expert <= 8:
-            tile = Tile(16, 32, 256, 2, 3, engine) if gated else Tile(16, 64, 256, 2, 2, engine)
-        elif rows_per_expert <= 32:
-            tile = Tile(32, 64, 256, 4, 3, engine) if gated else Tile(32, 64, 256, 2, 2, engine)
-        elif rows_per_expert <= MANY_ROWS:
-            tile = Tile(64, 64, 256, 4, 2, engine) if gated else Tile(64, 128, 256, 4, 2, engine)
-        else:
-            tile = Tile(128, 128, 256, 8, 2, engine) if gated else Tile(128, 256, 256, 8, 2, engine)
+    elif rows_per_expert <= 2:  # row by row of x
+        tile = Tile(2, 16, 512, 2, 1)
+    elif rows_per_expert <= 4:
+        tile = Tile(4, 16, 512, 4, 1)
     elif rows_per_expert <= 16:
         tile = Tile(16, 64, 256, 4, 2)
-    elif rows_per_expert <= 64:
-        tile = Tile(64, 64, 256, 4, 2)
+    elif rows_per_expert <= MANY_ROWS:
+        tile = Tile(32, 64, 256, 4, 2)
     else:
-        tile = Tile(128, 128, 256, 8, 2)
+        tile = Tile(64, 128, 256, 8, 2)
     limit = shared_limit(device)
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
@@ -174,14 +162,16 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
 
 
 def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device, in_blocks: bool = False) -> Tile:
-    """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, ``k`` by ``n``."""
+    """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, half a strip wide."""
     if INTERPRETED:
-        return Tile(16, 64 if in_blocks else 32, 32, 4, 1)
+        return Tile(16, 128 if in_blocks else 32, 32, 4, 1)
     engine = capability(device) >= (9, 0)
+    if in_blocks and itemsize == 4:
+        return Tile(32, 128, 32, 4, 1)
+    if in_blocks:  # the higher, the fewer times a weight is decoded; two programs share a processor and take turns
+        return Tile(32, 128, 64, 4, 3) if rows_per_expert <= 32 else Tile(128, 128, 64, 4, 3, engine)
     if itemsize == 4:
         tile = Tile(64, 64, 32, 4, 2)
-    elif in_blocks:  # the higher, the fewer times a weight is decoded
-        tile = Tile(32, 128, 64, 4, 3) if rows_per_expert <= 32 else Tile(128, 128, 64, 8, 3, engine)
     elif rows_per_expert <= 32:
         tile = Tile(32, 128, 64, 4, 4)
     elif rows_per_expert <= 96:

@@ -1,7 +1,8 @@
-"""The tile of each product of an expert: what ``moefuse tune`` found on this card, else the built-in table's.
+"""The tile of each product of an expert, and of `moefuse.linear`.
 
-What was found lies in one file of the user's cache folder, by card and version of Triton. It is read once, when the
-first tile is asked for; a file that is not ours is left alone and told of.
+It is what ``moefuse tune`` found on this card, else the built-in table's. What was found lies in one file of the user's
+cache folder, by card and version of Triton. It is read once, when the first tile is asked for; a file that is not ours
+is left alone and told of.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import triton
 
 from moefuse import config
 from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of
-from moefuse.backends.triton.runtime.tiles import Tile, decode_down_tile, decode_up_tile, product_tile, shared_limit
+from moefuse.backends.triton.runtime.tiles import (
+    Tile,
+    decode_down_tile,
+    decode_up_tile,
+    linear_tile,
+    product_tile,
+    shared_limit,
+)
 
 _log = logging.getLogger("moefuse")
 _FORMAT = 1
@@ -36,7 +44,8 @@ class Product:
     """One of the two products of T tokens through their experts: ``N`` columns, sums over ``K``.
 
     ``role``: "up" or "down", or "decode up" and "decode down" where each assignment is a matrix-vector product of its
-    own. ``format`` is that of the weights, empty for numbers of ``itemsize`` bytes, which activations have in any case.
+    own; "linear" is that of `moefuse.linear` for few rows, N of all its weights, one expert. ``format`` is that of the
+    weights, empty for numbers of ``itemsize`` bytes, which activations have in any case.
 
     >>> Product("up", 128, 768, 2048, 8, 100, 2, True).name
     'up E=128 N=768 K=2048 top_k=8 gated, 2 bytes, to 8 rows an expert'
@@ -65,7 +74,7 @@ class Product:
     def name(self) -> str:
         """Products of one name share a tile: few tokens by their number, more by the power of two above the load."""
         size = f"{self.T} tokens"
-        if not self.decodes:
+        if not self.decodes and self.role != "linear":
             size = f"to {2.0 ** math.ceil(math.log2(max(self.load, _LEAST_LOAD))):g} rows an expert"
         gated, kind = " gated" if self.gated else "", self.format or f"{self.itemsize} bytes"
         return f"{self.role} E={self.E} N={self.N} K={self.K} top_k={self.top_k}{gated}, {kind}, {size}"
@@ -75,6 +84,8 @@ class Product:
             return decode_up_tile(self.T, self.format)
         if self.role == "decode down":
             return decode_down_tile(self.T * self.N, self.K, self.top_k, self.format)
+        if self.role == "linear":
+            return linear_tile(self.T, self.N, self.itemsize, device, self.format)
         return product_tile(self.load, self.itemsize, self.gated, device, self.format)
 
     def fits(self, tile: Tile, device: torch.device) -> bool:
@@ -97,14 +108,22 @@ def tile_for(product: Product, device: torch.device) -> Tile:
     return found if found is not None and product.fits(found, device) else product.built_in(device)
 
 
+@functools.lru_cache(1024)
+def linear_tile_for(T: int, N: int, K: int, itemsize: int, device: torch.device, format: str) -> Tile:
+    """The tile of `moefuse.linear`, which is not replayed: each call asks."""
+    return tile_for(Product("linear", 1, N, K, 1, T, itemsize, False, format), device)
+
+
 @contextmanager
 def trying(product: Product, tile: Tile) -> Iterator[None]:
     """Inside, the product has this tile."""
     _TRIED[product.name] = tile
+    linear_tile_for.cache_clear()
     try:
         yield
     finally:
         del _TRIED[product.name]
+        linear_tile_for.cache_clear()
 
 
 def card(device: torch.device) -> str:
@@ -135,6 +154,7 @@ def keep(device: torch.device, tiles: Mapping[str, Tile | None]) -> None:
 def forget() -> None:
     """Read the file anew when next a tile is asked for."""
     _kept.cache_clear()
+    linear_tile_for.cache_clear()
 
 
 @functools.cache
