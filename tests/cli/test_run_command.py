@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from moefuse import config, hf
 from moefuse.backends.cpu import _native
+from moefuse.bench.light import many_imports
 from moefuse.cli import app
-from moefuse.cli.run import _draw_load, _many_imports
+from moefuse.cli.run import _draw_load
 from moefuse.hf import text
 from moefuse.hf.capture import Step
 
@@ -399,13 +400,13 @@ def test_dense_model(tmp_path: Path) -> None:
 
 
 def test_the_collector_waits_for_the_first_import_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _many_imports():
+    with many_imports():
         assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.collect()
     monkeypatch.delitem(sys.modules, "transformers")
     try:
-        with _many_imports():
+        with many_imports():
             assert not gc.isenabled()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 1000

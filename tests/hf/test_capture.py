@@ -243,3 +243,79 @@ def test_a_second_prompt_goes_behind_the_first(qwen3: PreTrainedModel) -> None:
             got = qwen3(input_ids=x[:, start:stop], position_ids=places, past_key_values=cache, use_cache=True).logits
             cache.length = stop
             assert (got - want[:, start:stop]).norm() <= 1e-5 * want[:, start:stop].norm()
+
+
+def test_a_tape_gives_the_bits_of_the_model_itself(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(model)
+    capture(model, 2, max_length=40)
+    step = model._moefuse_steps[2]
+    x, tokens = prompts(), [torch.randint(1, 97, (2,)) for _ in range(8)]
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def logits(given: Tensor | None) -> list[Tensor]:
+        with torch.no_grad():
+            step.prefill(x, given)
+            return [step(one).clone() for one in tokens]
+
+    got = [logits(None), logits(mask), logits(None)]
+    if step.tapes:
+        assert step.proven
+    else:
+        assert type(model).__name__ not in ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM")
+    monkeypatch.setattr(Step, "_taped", Step._forward)
+    for found, given in zip(got, (None, mask, None), strict=True):
+        for a, b in zip(found, logits(given), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_tape_is_made_anew_for_other_threads(qwen3: PreTrainedModel) -> None:
+    patch(qwen3)
+    capture(qwen3, 1, max_length=20)
+    step = qwen3._moefuse_steps[1]
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        step.prefill(prompts(1), None)
+        for _ in range(3):
+            step(torch.tensor([3]))
+        first = step.tape
+        try:
+            torch.set_num_threads(threads + 1)
+            step(torch.tensor([3]))
+        finally:
+            torch.set_num_threads(threads)
+    assert step.tape is not first
+    assert step.tape.threads == threads + 1
+
+
+def test_a_step_that_looks_at_numbers_is_run_as_it_is(qwen3: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    x = prompts(1)
+    want = qwen3.generate(x, max_new_tokens=8, **PLAIN)
+    norm = qwen3.model.norm
+    forward = norm.forward
+    norm.forward = lambda rows: forward(rows) if float(rows.abs().max()) >= 0 else rows
+    capture(qwen3, 1, max_length=20)
+    with caplog.at_level(logging.INFO, "moefuse"):
+        assert torch.equal(qwen3.generate(x, max_new_tokens=8, **PLAIN), want)
+    assert "decode steps are not taken down: it looks at numbers" in caplog.text
+
+
+def test_a_step_that_is_not_the_same_again_is_run_as_it_is(
+    qwen3: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A number of Python's changes from step to step, and no tape can know."""
+    x = prompts(1)
+    norm, count = qwen3.model.norm, list[int]()
+    forward = norm.forward
+
+    def changing(rows: Tensor) -> Tensor:
+        count.append(1)
+        return forward(rows) * float(len(count))
+
+    norm.forward = changing
+    capture(qwen3, 1, max_length=20)
+    with caplog.at_level(logging.INFO, "moefuse"):
+        qwen3.generate(x, max_new_tokens=8, **PLAIN)
+    assert "run again, one gave other numbers" in caplog.text
+    assert qwen3._moefuse_steps[1].tape is None
+    assert len(count) == 8, "each step ran the model"

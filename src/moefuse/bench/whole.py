@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -181,12 +179,13 @@ def bench_file(
 
     with ExitStack() as stack:
         field_: list[Contestant] = []
-        for name in (OURS,) if library is None else (OURS, LLAMA_CPP):
+        for name in (OURS,) if library is None else (LLAMA_CPP, OURS):  # the one that may fail begins
             tick(f"starting {name}", 0.0)
-            field_.append(Contestant(name, path, threads, places, library))
-            stack.callback(field_[-1].close)
-            field_[-1].ask(do="prefill", prompts=drawn(1, _SHORT_PROMPT))
-            result.first_token[name] = time.perf_counter() - field_[-1].started
+            one = Contestant(name, path, threads, places, library)
+            stack.callback(one.close)
+            field_.insert(0, one)
+            one.ask(do="prefill", prompts=drawn(1, _SHORT_PROMPT))
+            result.first_token = {name: time.perf_counter() - one.started} | result.first_token
         for done, workload in enumerate(todo):
             if workload.batch > 1 and not result.memory:
                 result.memory = {one.name: one.ask(do="memory") for one in field_}
@@ -206,18 +205,17 @@ def bench_file(
 
 def _difference(field_: list[Contestant], prompts: list[list[int]]) -> float:
     """Root mean square of the difference of logits, over that of ours, both around their mean."""
-    found: list[array[float]] = []
+    found: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
         for one in field_:
             into = Path(folder) / one.name
             one.ask(do="prefill", prompts=prompts)
             one.ask(do="logits", into=str(into))
-            found.append(array("f", into.read_bytes()))
-    ours, theirs = ([x - statistics.fmean(numbers) for x in numbers] for numbers in found)
+            found.append(torch.frombuffer(bytearray(into.read_bytes()), dtype=torch.float32).double())
+    ours, theirs = (numbers - numbers.mean() for numbers in found)
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} logits of moefuse and {len(theirs)} of llama.cpp: not the same model")
-    apart = math.fsum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
-    return math.sqrt(apart / math.fsum(a * a for a in ours))
+    return float((ours - theirs).norm() / ours.norm())
 
 
 def as_text(result: WholeResult) -> str:

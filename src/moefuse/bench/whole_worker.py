@@ -35,14 +35,18 @@ class Ours:
     def __init__(self, path: str, threads: int, places: int) -> None:
         import torch
 
-        from moefuse import config, hf
-        from moefuse.hf.capture import Step
+        from moefuse import config
+        from moefuse.bench.light import many_imports, without_compiler
 
         config.cap_onednn()
         torch.set_num_threads(threads)
-        self.torch, self.made, self.places = torch, Step, places
-        self.model, _ = hf.from_gguf(path, progress=False)
+        with many_imports(), without_compiler():
+            from moefuse import hf
+            from moefuse.hf.capture import Step
+
+            self.model, _ = hf.from_gguf(path, progress=False)
         hf.patch(self.model)
+        self.torch, self.made, self.places = torch, Step, places
         self.sequence: Any = None
 
     def fill(self, prompts: list[list[int]]) -> None:

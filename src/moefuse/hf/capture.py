@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moefuse.hf.cache import StepCache
 from moefuse.ops._core.checks import check_count
+from moefuse.ops._core.tape import Tape
 
 _log = logging.getLogger("moefuse")
 
@@ -47,6 +48,9 @@ class Step:
         self.piece: int | None = None
         self.progress: Callable[[int], None] | None = None
         self.logits = self._capture() if self.device.type == "cuda" else None
+        #: on a CPU, what a step does; None before the first, and where it cannot be taken down
+        self.tape: Tape | None = None
+        self.tapes = self.device.type == "cpu"
 
     def _capture(self) -> Tensor:
         self.prefill(self.tokens, None)
@@ -126,19 +130,52 @@ class Step:
         self.tokens.copy_(tokens[:, None])
         self.cache.length += 1
         if self.logits is None:
-            return self._forward()
+            return self._taped() if self.tapes else self._forward()
         self.graph.replay()
         return self.logits
+
+    def _taped(self) -> Tensor:
+        """A step on a CPU: the first is taken down, the second proves the tape, and the tape runs the others."""
+        logits: Tensor
+        if self.tape is None or self.tape.stale:
+            self.proven = False
+            before = self.cache.position.clone(), self.places.clone()
+            try:
+                self.tape = Tape(self._forward)
+            except Exception as reason:  # whatever was not made for being watched; an error of the step comes again
+                _log.info("moefuse: decode steps are not taken down: %s", reason)
+                self.tapes, self.tape = False, None
+                self._go_to(*before)
+                return self._forward()
+            logits = self.tape.result
+        elif not self.proven:
+            before = self.cache.position.clone(), self.places.clone()
+            want = self._forward()
+            self._go_to(*before)
+            logits = self.tape.run()
+            self.proven = self.tapes = torch.equal(want, logits)
+            if not self.proven:
+                _log.info("moefuse: decode steps are not taken down: run again, one gave other numbers")
+                self.tape = None
+                logits = want
+        else:
+            logits = self.tape.run()
+        return logits
+
+    def _go_to(self, position: Tensor, places: Tensor) -> None:
+        self.cache.position.copy_(position)
+        self.places.copy_(places)
 
 
 def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) -> str:
     """Decode with a step that is captured once, in ``model.generate`` and without further words.
 
     For each batch size a static cache is allocated and a decode step captured as a CUDA graph; on a CPU, which has no
-    graphs, the step runs over that cache as it is. ``generate`` takes it for greedy decoding and sampling of as many
-    sequences, with any logits processors, stopping criteria and streamers, prompts padded on the left; new prompts need
-    no new capture. Everything else (beams, assistants, other batch sizes, inputs that are not text) runs as before.
-    Weights must stay where they are: after ``model.to`` or `patch`, call it again.
+    graphs, what the first step runs is taken down and, once the second has proved it, run again. ``generate`` takes it
+    for greedy decoding and sampling of as many sequences, with any logits processors, stopping criteria and streamers,
+    prompts padded on the left; new prompts need no new capture. Everything else (beams, assistants, other batch sizes,
+    inputs that are not text) runs as before. Weights must stay where they are: after ``model.to`` or `patch`, call it
+    again.
 
     Args:
         model: a causal language model of transformers, best after `patch`.

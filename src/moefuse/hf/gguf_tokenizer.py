@@ -71,6 +71,16 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 
 
+class _Given:
+    """A tokenizer of our own making. transformers copies what it is given, which took longer than to make it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+
+    def __deepcopy__(self, _memo: Any) -> Tokenizer:
+        return self.backend
+
+
 def read_tokenizer(file: GGUFFile) -> Any:
     """The tokenizer of a file; a ValueError says what is missing or not known."""
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +116,7 @@ def read_tokenizer(file: GGUFFile) -> Any:
     _begin_and_end(backend, data, special)
     context = file.metadata.get(f"{file.architecture}.context_length")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        tokenizer_object=backend,
+        tokenizer_object=_Given(backend),
         **special,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
