@@ -69,9 +69,9 @@ def _down_by_columns(
         summed = torch.empty((T, H), dtype=torch.float32, device=hidden.device)
     for first in range(0, H, width):
         some = slice(first, first + width)
-        rows = weight._replace(data=weight.data[:, some])
+        rows = weight._replace(first=first) if weight.planes else weight._replace(data=weight.data[:, some])
         down = Weights(rows, rows, None if stacks.down_bias is None else stacks.down_bias[:, some])
-        y = torch.empty((S, down.w.data.shape[1]), dtype=hidden.dtype, device=hidden.device)
+        y = torch.empty((S, min(width, H - first)), dtype=hidden.dtype, device=hidden.device)
         product(hidden, down, plan, None, y, tile)
         if summed is None:
             weighted_sum(y, weights, plan.inverse, tail, outputs, num_experts=E, ids=ids, offsets=plan.offsets)

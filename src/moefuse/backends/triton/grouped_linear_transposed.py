@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import Rows
-from moefuse.backends.triton.formats.blocks import STRIP, decode_runs
+from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
 from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, most_tiles, rows_of
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import Tile, transposed_tile
@@ -17,41 +19,22 @@ from moefuse.types import Plan, Weight
 
 
 @triton.jit
-def _decoded(w_ptr, stride_wk, start, K, column, width, DECODE: tl.constexpr, WHOLE: tl.constexpr, shape: tl.constexpr):
-    """Rows ``start`` and on of blocks, ``width`` values each, from ``column`` on: [rows, columns] float32, zeros past
-    the last row. WHOLE: there is none such."""
-    ROWS: tl.constexpr = shape[0]
-    COLUMNS: tl.constexpr = shape[1]
-    PARTS: tl.constexpr = COLUMNS // 32
-    r = tl.arange(0, ROWS * PARTS)
-    row = start + r // PARTS
-    strip = column // STRIP * STRIP
-    row_ptrs = w_ptr + tl.minimum(row, K - 1).to(tl.int64) * stride_wk
-    found = decode_runs(row_ptrs, strip, (column - strip) // 32 + r % PARTS, width, DECODE)
-    if not WHOLE:
-        found = tl.where((row < K)[:, None], found, 0.0)
-    return tl.reshape(found, [ROWS, COLUMNS])
+def _decoded(w_ptr, rows, row, column, width, dtype: tl.constexpr, DECODE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns ``column`` and on of rows ``row`` of blocks in planes, a strip or half of one: [.., COLUMNS].
+
+    The matrix has ``rows`` rows of ``width`` values; what lies past the last of them means nothing.
+    """
+    matrix = (w_ptr + tl.zeros([1], tl.int32), rows)
+    loaded = load_runs(matrix, row[None, :], column, width, COLUMNS // 32, DECODE)
+    return decode_rows(loaded, column, dtype, DECODE)
 
 
 @triton.jit
-def _plus_product(
-    acc,
-    a,
-    a_strides,
-    w,
-    w_strides,
-    rows,
-    place,
-    K,
-    a_first,
-    DECODE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def _plus_product(acc, a, a_strides, w, w_strides, rows, place, K, a_first, DECODE: tl.constexpr, FORM: tl.constexpr):
     """acc + a[row, a_first : a_first + K] @ w[0 : K, columns].
 
     ``a`` and ``w`` are pointer and descriptor or None; that of w is at the expert's first row, ``at_row``. With DECODE
-    w points to blocks, whose rows have ``width`` values and in which the first column is ``w_first``.
+    w points to a matrix of blocks in planes, whose rows have ``width`` values; the first column is its ``w_first``.
     """
     a_ptr, a_desc = a
     w_ptr, w_desc = w
@@ -60,6 +43,7 @@ def _plus_product(
     row, live, inside = rows
     first, at_row, column, w_first, width = place
     BLOCK_N: tl.constexpr = acc.shape[1]
+    BLOCK_K: tl.constexpr = FORM.block_k
     k = tl.arange(0, BLOCK_K)
     n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
     a_ptrs = a_ptr + row[:, None] * stride_am + (a_first + k)[None, :] * stride_ak
@@ -74,8 +58,10 @@ def _plus_product(
             a_ptrs += BLOCK_K * stride_ak
         # [BLOCK_K, BLOCK_N]
         if DECODE is not None:
-            shape: tl.constexpr = (BLOCK_K, BLOCK_N)
-            right_tile = _decoded(w_ptr, stride_wk, start, K, w_first + column, width, DECODE, WHOLE, shape)
+            k_row = tl.minimum(start + k, K - 1)
+            right_tile = _decoded(w_ptr, K, k_row, w_first + column, width, left_tile.dtype, DECODE, BLOCK_N)
+            if not FORM.whole:
+                right_tile = tl.where((k < left)[:, None], right_tile, 0.0)
         elif w_desc is not None:
             right_tile = w_desc.load([at_row + start, column])
         else:
@@ -83,6 +69,23 @@ def _plus_product(
             w_ptrs += BLOCK_K * stride_wk
         acc = tl.dot(left_tile, right_tile.to(left_tile.dtype), acc, input_precision="ieee")
     return acc
+
+
+class Form(NamedTuple):
+    """What a transposed product is compiled for, besides its decoders.
+
+    ``fill``: rows without an expert are written too, as zeros. ``whole``: the rows of each weight are a multiple of
+    block_k.
+    """
+
+    gather: bool
+    scatter: bool
+    fill: bool
+    whole: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    block_e: int
 
 
 @triton.jit(do_not_specialize=["S", "divisor"])
@@ -100,21 +103,14 @@ def _transposed_kernel(
     divisor,
     sizes,
     strides,
-    GATHER: tl.constexpr,
-    SCATTER: tl.constexpr,
-    FILL: tl.constexpr,
+    FORM: tl.constexpr,
     W_DECODE: tl.constexpr,
     U_DECODE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ):
-    """A [BLOCK_M, BLOCK_N] tile of one expert's rows times a transposed weight, whose rows are summed; out [S, N].
+    """A [block_m, block_n] tile of one expert's rows times a transposed weight, whose rows are summed; out [S, N].
 
     With a u, the sum goes on over K2 more columns of a, with the rows of u. W_DECODE, U_DECODE: None for numbers, or
-    the decoder of blocks, whose strides are in bytes. FILL: rows without an expert are written too, as zeros.
+    the decoder of blocks in planes, of which the first stride alone counts.
     Grid: an upper bound on M tiles, times N tiles, N fastest; programs past the last tile leave at once.
     """
     wait()
@@ -122,9 +118,11 @@ def _transposed_kernel(
     E, N, K, K2, w_rows, w_first, width = sizes
     stride_am, stride_ak, stride_we, stride_wk, stride_wn, stride_ue, stride_uk, stride_un = strides
     a_strides = (stride_am, stride_ak)
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
     columns = tl.cdiv(N, BLOCK_N)
-    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, BLOCK_E)
-    if expert > E - 1 + FILL:
+    expert, first, stop = find_tile(tl.program_id(0) // columns, offsets_ptr, S, E, BLOCK_M, FORM.block_e)
+    if expert > E - 1 + FORM.fill:
         return
     column = tl.program_id(0) % columns * BLOCK_N
     p = first + tl.arange(0, BLOCK_M)
@@ -132,19 +130,19 @@ def _transposed_kernel(
     n = column + tl.arange(0, BLOCK_N)
     inside = n < N
     slot = p
-    if GATHER or SCATTER:
+    if FORM.gather or FORM.scatter:
         slot = tl.load(order_ptr + p, mask=live, other=0)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if expert < E:
-        row = (slot // divisor if GATHER else p).to(tl.int64)
+        row = (slot // divisor if FORM.gather else p).to(tl.int64)
         stack = expert.to(tl.int64)
         a, rows, place = (a_ptr, a_desc), (row, live, inside), (first, expert * w_rows, column, w_first, width)
         w, w_strides = (w_ptr + stack * stride_we, w_desc), (stride_wk, stride_wn)
-        acc = _plus_product(acc, a, a_strides, w, w_strides, rows, place, K, 0, W_DECODE, WHOLE, BLOCK_K)
+        acc = _plus_product(acc, a, a_strides, w, w_strides, rows, place, K, 0, W_DECODE, FORM)
         if u_ptr is not None:
             u, u_strides = (u_ptr + stack * stride_ue, u_desc), (stride_uk, stride_un)
-            acc = _plus_product(acc, a, a_strides, u, u_strides, rows, place, K2, K, U_DECODE, WHOLE, BLOCK_K)
-    to = (slot if SCATTER else p).to(tl.int64)
+            acc = _plus_product(acc, a, a_strides, u, u_strides, rows, place, K2, K, U_DECODE, FORM)
+    to = (slot if FORM.scatter else p).to(tl.int64)
     out_ptrs = out_ptr + to[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
@@ -174,7 +172,7 @@ def transposed_product(
     """Launch the product of rows of ``a`` with columns ``first`` and on of ``stacks`` into ``out`` ``[S, N]``.
 
     One stack ``[E, K, N]``, or two: the sum goes over the rows of the first, then of the second. ``first`` is a
-    multiple of 256, which is whole blocks of every format.
+    multiple of a strip.
     """
     S, E, N = plan.assignments, plan.num_experts, out.shape[1]
     width = stacks[0].shape[2]
@@ -192,6 +190,7 @@ def transposed_product(
             w_desc, u_desc = (_weight_descriptor(t, tile.k, tile.n) for t in (w, u))
     if w_desc is None or u_desc is None:
         w_desc = u_desc = None
+    blocks = tile.m, tile.n, tile.k, block_of(E + 2)
     launch(
         _transposed_kernel,
         (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),),
@@ -200,16 +199,9 @@ def transposed_product(
         max(1, S // max(1, a.shape[0])),
         (E, N, K, K2, w.stride(0) // max(1, w.stride(1)), first, width),
         (*a.stride(), *w.stride(), *u.stride()),
-        GATHER=gather,
-        SCATTER=scatter,
-        FILL=fill,
+        FORM=Form(gather, scatter, fill, whole, *blocks),
         W_DECODE=decoder_of(given[0]),
         U_DECODE=decoder_of(given[-1]),
-        WHOLE=whole,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        BLOCK_E=block_of(E + 2),
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=PDL,

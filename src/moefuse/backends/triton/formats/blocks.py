@@ -306,8 +306,10 @@ def _looked_up(q, DECODE: tl.constexpr):
 @triton.jit
 def _code_byte(q, TABLES: tl.constexpr):
     """A byte of a table of 16."""
-    word = tl.where(q < 4, TABLES[0], tl.where(q < 8, TABLES[1], tl.where(q < 12, TABLES[2], TABLES[3])))
-    return (word.to(tl.uint32) >> (8 * (q % 4))) & 0xFF
+    a, b = tl.full(q.shape, TABLES[0], tl.uint32), tl.full(q.shape, TABLES[1], tl.uint32)
+    c, d = tl.full(q.shape, TABLES[2], tl.uint32), tl.full(q.shape, TABLES[3], tl.uint32)
+    word = tl.where(q < 4, a, tl.where(q < 8, b, tl.where(q < 12, c, d)))
+    return (word >> (8 * (q % 4))) & 0xFF
 
 
 @triton.jit

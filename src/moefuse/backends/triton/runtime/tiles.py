@@ -162,14 +162,16 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
 
 
 def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device, in_blocks: bool = False) -> Tile:
-    """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, ``k`` by ``n``."""
+    """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, half a strip wide."""
     if INTERPRETED:
-        return Tile(16, 64 if in_blocks else 32, 32, 4, 1)
+        return Tile(16, 128 if in_blocks else 32, 32, 4, 1)
     engine = capability(device) >= (9, 0)
+    if in_blocks and itemsize == 4:
+        return Tile(32, 128, 32, 4, 1)
+    if in_blocks:  # the higher, the fewer times a weight is decoded; two programs share a processor and take turns
+        return Tile(32, 128, 64, 4, 3) if rows_per_expert <= 32 else Tile(128, 128, 64, 4, 3, engine)
     if itemsize == 4:
         tile = Tile(64, 64, 32, 4, 2)
-    elif in_blocks:  # the higher, the fewer times a weight is decoded
-        tile = Tile(32, 128, 64, 4, 3) if rows_per_expert <= 32 else Tile(128, 128, 64, 8, 3, engine)
     elif rows_per_expert <= 32:
         tile = Tile(32, 128, 64, 4, 4)
     elif rows_per_expert <= 96:
