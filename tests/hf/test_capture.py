@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from moefuse.hf import capture, patch, uncapture
-from moefuse.hf.cache import StepCache
+from moefuse.hf.cache import StepCache, StepLayer
 from moefuse.hf.capture import Step
 
 #: all layers attend with our op; windows and sinks; attention that runs itself; nothing patched at all
@@ -298,6 +298,24 @@ def test_a_step_that_looks_at_numbers_is_run_as_it_is(qwen3: PreTrainedModel, ca
     with caplog.at_level(logging.INFO, "moefuse"):
         assert torch.equal(qwen3.generate(x, max_new_tokens=8, **PLAIN), want)
     assert "decode steps are not taken down: it looks at numbers" in caplog.text
+
+
+def test_a_tape_without_a_write_to_the_cache_is_dropped(
+    qwen3: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = prompts(1)
+    want = qwen3.generate(x, max_new_tokens=8, **PLAIN)
+    update = StepLayer.update
+
+    def unseen(layer: StepLayer, *states: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        with torch._C.DisableTorchFunction():
+            return update(layer, *states, **options)
+
+    monkeypatch.setattr(StepLayer, "update", unseen)
+    capture(qwen3, 1, max_length=20)
+    with caplog.at_level(logging.INFO, "moefuse"):
+        assert torch.equal(qwen3.generate(x, max_new_tokens=8, **PLAIN), want)
+    assert "run again, one gave other numbers" in caplog.text
 
 
 def test_a_step_that_is_not_the_same_again_is_run_as_it_is(

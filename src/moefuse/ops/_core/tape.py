@@ -86,6 +86,8 @@ class _Kernels:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(self.core, name)
+        if not callable(kernel):
+            return kernel
 
         def call(*values: object) -> Any:
             result = kernel(*values)
