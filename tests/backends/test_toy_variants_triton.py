@@ -10,7 +10,7 @@ from torch import Tensor
 import moefuse
 from moefuse import Activation, backends, types
 from moefuse.ops._core import select
-from moefuse.quant import formats
+from moefuse.quant import arrange, formats
 from moefuse.quant.tensor import QuantTensor
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from moefuse.backends.triton.activations import ACTIVATIONS
-from moefuse.backends.triton.formats.blocks import DECODERS
+from moefuse.backends.triton.formats.blocks import DECODERS, KINDS, Kind
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
 if not TARGETS:
@@ -39,17 +39,18 @@ def toy_half(g, u, numbers, GATED: tl.constexpr, FINE: tl.constexpr):  # noqa: A
 
 
 @triton.jit
-def toy(block_ptr, run):  # noqa: ARG001
-    byte = tl.load(block_ptr[:, None] + tl.arange(0, 32)[None, :]).to(tl.int32)
-    return 0.25 * tl.where(byte < 128, byte, byte - 256).to(tl.float32)
+def toy(run, strip, i):  # noqa: ARG001
+    scale = 0.25 * run.to(tl.float32)
+    return scale, 0, scale, 0
 
 
 @pytest.fixture
 def _listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The front knows them; 32 values of the format lie in 32 bytes, quarters each."""
+    """The front knows them; 32 values of the format lie in 33 bytes, the first how many quarters the others are."""
     monkeypatch.setattr(types, "ACTIVATION_KINDS", (*types.ACTIVATION_KINDS, "toy_half"))
-    row = dataclasses.replace(formats.FORMATS["Q8_0"], name="TOY", ggml=99, nbytes=32, scales=())
+    row = dataclasses.replace(formats.FORMATS["Q8_0"], name="TOY", ggml=99, nbytes=33, scales=())
     monkeypatch.setitem(formats.FORMATS, "TOY", row)
+    monkeypatch.setitem(arrange.FIELDS, "TOY", (arrange.Field(1, 33), arrange.Field(0, 1)))
     select.forget()
     yield
     select.forget()
@@ -80,15 +81,22 @@ def test_both_in_experts(T: int, rng: torch.Generator, monkeypatch: pytest.Monke
     monkeypatch.setitem(ACTIVATIONS, "toy_half", toy_half)
     module = next(row for row in backends.BACKENDS if row.name == BACKEND).load()
     monkeypatch.setattr(module, "FORMATS", module.FORMATS | {"TOY"})
+    monkeypatch.setitem(KINDS, "TOY", Kind(8, run_bytes=1))
     monkeypatch.setitem(DECODERS, "TOY", toy)
 
     def blocks(*shape: int) -> QuantTensor:
-        return QuantTensor(torch.randint(256, shape, generator=rng, dtype=torch.uint8).to(DEVICE), "TOY", exact=True)
+        made = torch.randint(256, shape, generator=rng, dtype=torch.uint8)
+        made[..., ::33] %= 8
+        return QuantTensor(made, "TOY", exact=True).to(DEVICE)
 
-    x, gate_up, down = rand(rng, T, 64), blocks(1, 64, 64), blocks(1, 64, 32)
+    def numbers(stack: QuantTensor) -> Tensor:
+        cut = stack.to("cpu").blocks[0].view(64, -1, 33)
+        return (0.25 * cut[..., :1].double() * cut[..., 1:].view(torch.int8).double()).flatten(1)
+
+    x, gate_up, down = rand(rng, T, 64), blocks(1, 64, 66), blocks(1, 64, 33)
     ids, weights = torch.zeros(T, 1, dtype=torch.int32, device=DEVICE), torch.ones(T, 1, device=DEVICE)
     got = moefuse.experts(x, ids, weights, gate_up, down, activation="toy_half", backend=BACKEND)
-    up_rows, down_rows = (0.25 * t.blocks[0].cpu().view(torch.int8).double() for t in (gate_up, down))
+    up_rows, down_rows = numbers(gate_up), numbers(down)
     gate_proj, up = (x.cpu().double() @ up_rows.T).chunk(2, -1)
     assert difference(got.cpu(), (0.5 * gate_proj + 7.0) * up @ down_rows.T).worst < 2e-6
 
@@ -100,7 +108,7 @@ def test_a_row_without_its_function_is_refused_by_name() -> None:
         moefuse.glu(x, "toy_half", backend=BACKEND)
     with pytest.raises(NotImplementedError, match="triton: no kernels for the format 'TOY', only for Q8_0"):
         DECODERS["TOY"]
-    weight = QuantTensor(torch.zeros(1, 8, 32, dtype=torch.uint8, device=DEVICE), "TOY")
+    weight = QuantTensor(torch.zeros(1, 8, 33, dtype=torch.uint8, device=DEVICE), "TOY")
     plan = moefuse.plan(torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), 1, backend=BACKEND)
     with pytest.raises(ValueError, match="it has no kernel for TOY"):
         moefuse.grouped_linear(x, weight, plan, gather=True, scatter=True, backend=BACKEND)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 import moefuse
 from moefuse import Routing
+from moefuse.backends.gated import Rows
+from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
 from moefuse.testing import cases
 from moefuse.testing.compare import Tolerance, difference
@@ -108,12 +110,11 @@ class Offered:
         self.x, self.out = torch.zeros(200 * E, K, dtype=dtype), torch.zeros(200 * E, N, dtype=dtype)
         self.gate_up, self.down = torch.zeros(E, 2 * N, K, dtype=dtype), torch.zeros(E, N, K, dtype=dtype)
 
-    def gated(self) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        N = self.gate_up.shape[1] // 2
-        return self.x, self.gate_up[:, :N], self.gate_up[:, N:], self.out, True
+    def gated(self) -> tuple[Tensor, Rows, Rows, Tensor, bool]:
+        return self.x, *Rows(self.gate_up).gate_and_up("halves"), self.out, True
 
-    def plain(self) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        return self.x, self.down, self.down, self.out, False
+    def plain(self) -> tuple[Tensor, Rows, Rows, Tensor, bool]:
+        return self.x, Rows(self.down), Rows(self.down), self.out, False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -138,17 +139,18 @@ def test_it_leaves_the_rest(hopper: Any) -> None:
 def test_it_leaves_what_lies_otherwise(hopper: Any) -> None:
     given = Offered()
     x, w, u, out, _ = given.gated()
+    stack, down = Rows(given.gate_up), given.down
     assert not hopper.takes(x, u, w, out, True), "up rows first"
-    assert not hopper.takes(x, given.gate_up[:, ::2], given.gate_up[:, 1::2], out, True), "interleaved"
-    assert not hopper.takes(x, w.clone(), u.clone(), out, True), "in stacks of their own"
+    assert not hopper.takes(x, *stack.gate_and_up("interleaved"), out, True), "interleaved"
+    assert not hopper.takes(x, Rows(w.data.clone()), Rows(u.data.clone()), out, True), "in stacks of their own"
     assert not hopper.takes(x, w, w, out, False), "half of a stack"
-    assert not hopper.takes(x, given.down.mT.contiguous().mT, u, out, False), "columns first"
+    assert not hopper.takes(x, Rows(down.mT.contiguous().mT), u, out, False), "columns first"
     for odd in (
         torch.zeros(400, 65, dtype=x.dtype)[:, :64],
         torch.zeros(400 * 64 + 1, dtype=x.dtype)[1:].view(400, 64),
     ):
         assert not hopper.takes(odd, w, u, out, True)
-    assert not hopper.takes(x, given.down.half(), given.down.half(), out, False)
+    assert not hopper.takes(x, Rows(down.half()), Rows(down.half()), out, False)
 
 
 def test_rows_of_all_experts_have_numbers_of_32_bits(hopper: Any) -> None:
@@ -156,17 +158,17 @@ def test_rows_of_all_experts_have_numbers_of_32_bits(hopper: Any) -> None:
     assert not hopper.fits(1000, 1024, 2**21, 64, 2, False, False)
 
 
-def test_it_takes_blocks_that_lie_together(hopper: Any) -> None:
-    gate_up, down = torch.zeros(2, 256, 144, dtype=torch.uint8), torch.zeros(2, 128, 144, dtype=torch.uint8)
+def test_it_takes_blocks(hopper: Any) -> None:
+    gate_up, down = (Rows(torch.zeros(2, N, 144, dtype=torch.uint8), "Q4_K", planes=True) for N in (256, 128))
     x, out = torch.zeros(400, 256, dtype=torch.bfloat16), torch.zeros(400, 128, dtype=torch.bfloat16)
-    assert hopper.takes(x, gate_up[:, :128], gate_up[:, 128:], out, True)
-    assert hopper.takes(x, down, down.clone(), out, True), "gate and up rows in stacks of their own"
+    own = down._replace(data=down.data.clone())
+    for layout in ("halves", "interleaved"):
+        assert hopper.takes(x, *gate_up.gate_and_up(layout), out, True)
+    assert hopper.takes(x, down, own, out, True), "gate and up rows in stacks of their own"
     assert hopper.takes(x, down, down, out, False)
-    assert not hopper.takes(x, gate_up[:, ::2], gate_up[:, 1::2], out, True), "interleaved"
-    assert not hopper.takes(x, gate_up[:, :128], down, out, True), "one half and a stack of its own"
-    far = torch.empty_strided((2, 128, 144), (144 * 2**30, 144, 1), dtype=torch.uint8, device="meta")
-    assert not hopper.takes(x, far, far, out, False), "rows of all experts have numbers of 32 bits"
-    assert not hopper.takes(x[:100], down, down, out[:100], False), "decoding needs more rows"
+    assert not hopper.takes(x, gate_up, down, out, True), "one half and a stack of its own"
+    assert not hopper.takes(x, down, own._replace(format="Q5_K"), out, True), "two formats"
+    assert not hopper.takes(x[:4], down, down, out[:4], False), "decoding needs more rows"
 
 
 def test_another_machine_has_no_such_kernel() -> None:
@@ -206,50 +208,53 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from moefuse.backends.triton.activations import ACTIVATIONS
+from moefuse.backends.triton.formats.blocks import DECODERS, box_bytes
 from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel as kernel
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):
-    return f"tensordesc<{dtype}{list(block)},{NVMMASharedLayout(128, bits, rank=len(block))!r}>".replace(" ", "")
+    layout = NVMMASharedLayout(block[-1] * bits // 8, bits, rank=len(block))
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>".replace(" ", "")
 
 for GATED, BLOCKS, WIDTH in VARIANTS:
     dtype = "bf16" if GATED else "fp16"
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH}", flush=True)
-    form = Form(256, 512, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - BLOCKS, 72 if BLOCKS else 0)
-    known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None)
-    if not BLOCKS:
-        known.update(w_ptr=None, u_desc=None, u_offset=0, pitch=0)
+    form = Form(256, 512, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None))
+    decode = None if BLOCKS is None else DECODERS[BLOCKS]
+    known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode)
+    if BLOCKS is None:
+        known.update(w_ptr=None, u_desc=None, blocks_at=(0, 0, 0, (0, 0, 0, 0)))
     if GATED:
         known.update(x_desc=None, half_desc=None, tail_desc=None)
     types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", numbers=("fp32", "fp32"))
     types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
-    types |= dict(w_ptr="*u32", u_offset="i64", pitch="i32", u_desc=desc("u8", 64, 128, bits=8))
+    box = box_bytes(decode)
+    types |= dict(w_ptr="*u8", blocks_at=("i64", "i32", "i32", ("i32",) * 4), u_desc=desc("u8", 1, 64, box, bits=8))
     plain = desc(dtype, 1, 8, 2, 8, 64) if GATED else desc(dtype, 128, 64)
-    types |= dict(w_desc=types["u_desc"] if BLOCKS else plain)
+    types |= dict(w_desc=plain if BLOCKS is None else types["u_desc"])
     names = [p.name for p in kernel.params]
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
-    whole = [name for name in names if name.endswith("_ptr") or name == "u_offset"]
+    whole = [name for name in names if name.endswith("_ptr")]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole if name not in known}
     source = GluonASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
     assert made.metadata.shared <= 227 * 1024, made.metadata.shared
     assert "wgmma.mma_async" in made.asm["ptx"]
     assert ("cp.async.cg" in made.asm["ptx"]) == GATED, "gathered rows are copied 16 bytes at a time"
-    assert ("ld.global.v4.b32" in made.asm["ptx"]) == BLOCKS, "heads of blocks are read 16 bytes at a time"
 print("all", flush=True)
 """
 
 
-ALL_VARIANTS = list(itertools.product((True, False), (False, True), WIDTHS))
-#: every two of up or down, numbers or blocks, and width, with each other
-PAIRS = [(gated, blocks, width) for gated, blocks, width in ALL_VARIANTS if gated ^ blocks ^ (width == 128)]
+#: up or down, the format of the weights, and width
+ALL_VARIANTS = list(itertools.product((True, False), (None, *FORMATS), WIDTHS))
+SOME_VARIANTS = [(True, None, 256), (False, None, 64), (True, "Q4_K", 64), (False, "Q6_K", 256), (True, "Q8_0", 256)]
 
 
 @pytest.mark.parametrize(
-    "variants", [PAIRS, pytest.param(ALL_VARIANTS, marks=pytest.mark.slow)], ids=["pairs", "every"]
+    "variants", [SOME_VARIANTS, pytest.param(ALL_VARIANTS, marks=pytest.mark.slow)], ids=["some", "every"]
 )
-def test_it_compiles_without_a_card(variants: list[tuple[bool, bool, int]], tmp_path: Path) -> None:
+def test_it_compiles_without_a_card(variants: list[tuple[bool, str | None, int]], tmp_path: Path) -> None:
     """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
     pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
@@ -275,10 +280,10 @@ class Routed:
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device="cuda") * scale).to(self.dtype)
 
-    def blocks(self, *shape: int) -> QuantTensor:
-        """Q4_K on the card, of weights whose products with normal numbers have variance one."""
-        drawn = random_blocks("Q4_K", shape, torch.Generator().manual_seed(random.getrandbits(32)), shape[-1] ** -0.5)
-        return QuantTensor(drawn.blocks.cuda(), drawn.format)
+    def blocks(self, format: str, *shape: int) -> QuantTensor:
+        """Blocks on the card, of weights whose products with normal numbers have variance one."""
+        rng = torch.Generator().manual_seed(random.getrandbits(32))
+        return random_blocks(format, shape, rng, shape[-1] ** -0.5).to("cuda")
 
     def check(
         self,
@@ -299,10 +304,10 @@ class Routed:
 
         gated = activation is not None and activation.gated
         weights = up_weights(Stacks(stack, up, stack), gated)
-        w, u = weights.w.data, weights.u.data
-        whole = torch.full((self.S + 300, w.shape[1]), torch.nan, dtype=self.dtype, device="cuda")
+        columns = stack.shape[1] // (1 + (gated and up is None))
+        whole = torch.full((self.S + 300, columns), torch.nan, dtype=self.dtype, device="cuda")
         out = whole[: self.S]
-        assert hopper.takes(x, w, u, out, gated)
+        assert hopper.takes(x, weights.w, weights.u, out, gated)
         tiles = TokenTiles(self.offsets, self.S)
         tiles.width = width
         product(x, weights, self.plan, activation, out, Tile(128, 128, 64, 8, 4), gather=gather, tiles=tiles)
@@ -365,15 +370,18 @@ def test_sums_shorter_than_the_ring(I: int, H: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
-def test_blocks(dtype: torch.dtype, width: int) -> None:
-    """Gate and up rows in one stack and in two."""
+def test_blocks(dtype: torch.dtype, format: str) -> None:
+    """Gate and up rows in one stack and in two; sums that fill no strip of 256, where the format can have such."""
     routed = Routed(dtype)
-    x, hidden = routed.random(routed.S // TOP_K, H), routed.random(routed.S, I)
-    routed.check(hidden, routed.blocks(routed.E, H, I), None, False, width)
-    routed.check(x, routed.blocks(routed.E, 2 * I, H), SILU, True, width)
-    routed.check(x, routed.blocks(routed.E, I, H), SILU, True, width, up=routed.blocks(routed.E, I, H))
+    columns = H if FORMATS[format].values == 256 else H - 64
+    x, hidden = routed.random(routed.S // TOP_K, columns), routed.random(routed.S, I)
+    for width in WIDTHS:
+        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width)
+        routed.check(x, routed.blocks(format, routed.E, 2 * I, columns), SILU, True, width)
+    gate, up = (routed.blocks(format, routed.E, I, columns) for _ in range(2))
+    routed.check(x, gate, SILU, True, up=up)
 
 
 @on_hopper

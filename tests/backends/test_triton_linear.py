@@ -53,7 +53,7 @@ from moefuse.types import Projections
 target = GPUTarget("cuda", 90, 32)
 backend = make_backend(target)
 linear.HAS_PDL = launch.HAS_PDL = triton.language.constexpr(True)
-tiles.capability = grouped_linear.capability = lambda _: (9, 0)
+tiles.capability = lambda _: (9, 0)
 
 def compiled(kernel, grid, *given, **options):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -71,7 +71,7 @@ for T, dtype, specs, wanted in VARIANTS:
         form = FORMATS.get(spec)
         columns = K if form is None else K // form.values * form.nbytes
         data = torch.empty(512, columns, dtype=getattr(torch, dtype) if form is None else torch.uint8)
-        weights.append(data if form is None else QuantTensor(data, spec))
+        weights.append(data if form is None else QuantTensor(data, spec, arrangement="planes"))
     x = torch.empty(T, K, dtype=getattr(torch, dtype))
     linear.linear(x, Projections.of(tuple(weights), (torch.empty(512),) * len(weights)), None)
     (made,) = found
@@ -89,6 +89,7 @@ VARIANTS = [
     (5, "float32", [None], "cp.async.cg"),
     (1, "bfloat16", ["Q4_K", "Q6_K", None], "dp4a"),
     (4, "float16", ["Q4_K", "Q8_0"], "mma.sync"),
+    (9, "bfloat16", ["Q6_K", "MXFP4", "Q2_K"], "mma.sync"),
 ]
 
 

@@ -1,6 +1,7 @@
 """moefuse run on a GGUF file: the text that transformers writes, and every mistake that is easy to make."""
 
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -262,3 +263,35 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     output = refusal(path)
     assert "has the architecture dbrx, and from_gguf knows deepseek2, gemma4, gpt-oss" in output
     assert "from its transformers directory" in output
+
+
+ALL_OF_THEM = """
+import sys, torch
+from moefuse.bench.light import without_compiler
+
+given = sys.argv[1:]
+with without_compiler():
+    import moefuse.hf
+    models = [moefuse.hf.from_gguf(path, dtype="float32", exact=True, progress=False)[0] for path in given]
+for model, path in zip(models, given):
+    moefuse.hf.patch(model)
+    with torch.no_grad():
+        torch.save(model(torch.arange(1, 13)[None]).logits, path + ".logits")
+"""
+
+
+def test_every_architecture_without_the_compiler(tmp_path: Path) -> None:
+    """In a process of its own, as here transformers is imported already."""
+    paths = [tmp_path / f"{name}.gguf" for name in KINDS if name not in LATER]
+    for path in paths:
+        make(KINDS[path.stem], path, in_blocks=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_OF_THEM, *map(str, paths)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for path in paths:
+        model, _ = moefuse.hf.from_gguf(path, dtype="float32", exact=True, progress=False)
+        moefuse.hf.patch(model)
+        with torch.no_grad():
+            want = model(torch.arange(1, 13)[None]).logits
+        assert torch.allclose(torch.load(f"{path}.logits"), want, rtol=1e-5, atol=1e-5), path.stem

@@ -72,12 +72,9 @@ def _constant(function: Any) -> Any:
     return function
 
 
-def _same(function: Any) -> Any:
-    return function
-
-
-def _disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:  # noqa: ARG001  # torch's form
-    return _same if fn is None else fn
+def _same(function: Any = None, *_: object, **__: object) -> Any:
+    """A function as it is; or, given options alone, what leaves one as it is."""
+    return _same if function is None else function
 
 
 @contextmanager
@@ -93,7 +90,7 @@ def without_compiler() -> Iterator[None]:
         yield
         return
     marks: dict[str, Callable[..., Any]] = {
-        "allow_in_graph": _same, "assume_constant_result": _constant, "disable": _disable,
+        "allow_in_graph": _same, "assume_constant_result": _constant, "disable": _same,
     }  # fmt: skip
     with ExitStack() as stack:
         _stand(stack, _COMPILER, **marks)

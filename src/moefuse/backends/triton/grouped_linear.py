@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import DECODERS, STRIP, decode_strip, load_runs, row_products
+from moefuse.backends.triton.formats.blocks import DECODERS, STRIP, decode_rows, load_runs, row_products
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
     PDL,
@@ -77,7 +77,8 @@ def _strip(source, strip, K, dtype: tl.constexpr, DECODE: tl.constexpr):
         found = tl.load(ptr + (row.to(tl.int64) * rows)[:, None] + at[None, :], mask=at[None, :] < K, other=0.0)
     else:
         matrix = (ptr + tl.zeros([1], tl.int32), rows)
-        found = decode_strip(load_runs(matrix, row[None, :], STRIP * strip, K, 8, DECODE), dtype, DECODE)
+        start = STRIP * strip
+        found = decode_rows(load_runs(matrix, row[None, :], start, K, 8, DECODE), start, dtype, DECODE)
     return found
 
 
@@ -273,8 +274,8 @@ def _grouped_kernel(
     """A [block_m, block_n] tile of one expert's product. w holds gate (or only) rows, u up rows when gated.
 
     ``sizes``: E, N, K, the rows of w from expert to expert, and from gate rows to up rows in their descriptor.
-    ``strides``: of x, then four of w and of u, see `Rows.strides`. ``epilogue_strides``: of the biases, and of z from column to column and from gate
-    columns to up columns.
+    ``strides``: of x, then four of w and of u, see `Rows.strides`. ``epilogue_strides``: of the biases, and of z from
+    column to column and from gate columns to up columns.
     W_DECODE, U_DECODE: None for numbers, or the decoder of the blocks that w and u point to.
 
     From 128 rows on an expert's last tile is half as high where that is enough. Pre-activations go to z where it is

@@ -10,6 +10,7 @@ blocks become numbers in that partition.
 that copies them, and one more when weights were decoded; ``empty[stage]`` with one arrival of each multiplying
 warpgroup.
 """
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -214,7 +215,7 @@ def _block_words(raw, slot, GATED: gl.constexpr, DECODE: gl.constexpr):
 
 @gluon.jit
 def _rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr, left):
-    """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]; zeros past the ``left`` ones of a row."""
+    """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]; zeros past a row's ``left`` ones."""
     layout: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [4, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, layout))[None, :]

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import Rows
-from moefuse.backends.triton.formats.blocks import STRIP, decode_strip, load_runs
+from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
 from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, most_tiles, rows_of
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import Tile, transposed_tile
@@ -26,7 +26,7 @@ def _decoded(w_ptr, rows, row, column, width, dtype: tl.constexpr, DECODE: tl.co
     """
     matrix = (w_ptr + tl.zeros([1], tl.int32), rows)
     loaded = load_runs(matrix, row[None, :], column, width, COLUMNS // 32, DECODE)
-    return decode_strip(loaded, dtype, DECODE, column % STRIP // 32)
+    return decode_rows(loaded, column, dtype, DECODE)
 
 
 @triton.jit

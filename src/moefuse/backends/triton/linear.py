@@ -35,7 +35,8 @@ _AHEAD = 32 << 10
 class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
-    ``rounded``: blocks times x in 8 bits. ``ahead``: numbers or bytes of each row to fetch before x is there; ``whole``: K is a multiple of ``block_k``.
+    ``rounded``: blocks times x in 8 bits. ``ahead``: numbers or bytes of each row to fetch before x is there.
+    ``whole``: K is a multiple of ``block_k``; ``once``: it is no more.
     """
 
     rounded: bool

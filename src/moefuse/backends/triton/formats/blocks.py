@@ -1,10 +1,12 @@
 """GGUF blocks in planes to numbers, in registers: a row of `KINDS` and a function of scales per format.
 
-In planes (quant/arrange.py) a format is told by few words: how many bits of a code lie in its base plane and in its high
-plane, what the codes stand for, and where scales are. All else is the same for all: a run of 32 values is 8 slots of
-four, slot w has values 4 * w and on, one in each byte of a word, and a plane of b bits keeps it in word w * b // 8.
-A value is ``scale * (code - bias)``, or ``scale * code + offset`` in formats with minima.
+In planes (quant/arrange.py) a format is told by a few facts: how many bits of a code lie in its base plane and in its
+high plane, what the codes stand for, and where scales are. The rest is the same for all. A run of 32 values is 8 slots
+of four; slot w has values 4 * w and on, one in each byte of a word, and a plane of b bits keeps it in word w * b // 8
+of the run. A value is ``scale * (code - bias)``, or ``scale * code + offset`` in formats with minima.
 """
+# ruff: noqa: ARG001, SIM108  a function of scales takes what any of them needs; kernels branch when they are compiled
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ HAS_ASM = tl.constexpr(not INTERPRETED)
 class Kind(NamedTuple):
     """A format's planes: ``base`` and ``high`` bits of codes, then scales.
 
-    ``bias``: the code of zero, without ``minima``. ``codes``: what the codes stand for, where that is not themselves. ``sub``: values that
-    share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values, in one plane or more.
+    ``bias``: the code of zero, without ``minima``. ``codes``: what the codes stand for, where that is not themselves.
+    ``sub``: values that share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values,
+    in one plane or more.
     """
 
     base: int
@@ -116,9 +119,9 @@ def _mask(bits):
 
 
 # ---- Scales: a function of each format, by its name ----
-# ``run``: what lies in the plane of runs for each run; ``strip``: the words of the planes of strips; ``i``: which of its
-# strip's eight runs it is. Each gives scale and offset of values 0 to 15, and the same of 16 to 31: float32, the offset
-# 0 in formats without minima.
+# ``run``: what lies in the plane of runs for each run; ``strip``: the words of the planes of strips; ``i``: which of
+# its strip's eight runs it is. Each gives scale and offset of values 0 to 15, and the same of 16 to 31: float32, the
+# offset 0 in formats without minima.
 
 
 @triton.jit
@@ -403,8 +406,8 @@ def _strips(ptr, rows, R, at_strip, DECODE: tl.constexpr):
 def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
     """RUNS runs from value ``start`` on of rows [A, B] of matrices in planes; nothing from K on.
 
-    ``matrix``: pointers to matrices [A], and the rows that each has; no matrix has 2 GiB. Words [A, RUNS, B, base], those of the high plane
-    and scales [A, RUNS, B]. Runs stand before rows, so that a thread has a run of many rows.
+    ``matrix``: pointers to matrices [A], and the rows that each has; no matrix has 2 GiB. Words [A, RUNS, B, base],
+    those of the high plane and scales [A, RUNS, B]. Runs stand before rows, so that a thread has a run of many rows.
     """
     ptr, rows = matrix
     R = K // 32
@@ -666,17 +669,14 @@ def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
 
 
 @triton.jit
-def decode_strip(loaded, dtype: tl.constexpr, DECODE: tl.constexpr, at_run=0):
-    """What `load_runs` loaded of one matrix's rows, as numbers: [rows, values] of ``dtype``.
-
-    Of a strip, or of a part of one that begins with its run ``at_run``.
-    """
+def decode_rows(loaded, start, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """What `load_runs` loaded from ``start`` on of one matrix's rows, as numbers: [rows, 32 * runs] of ``dtype``."""
     q, high, of_run, strip = loaded
     RUNS: tl.constexpr = q.shape[1]
     N: tl.constexpr = q.shape[2]
     BASE: tl.constexpr = base_bits(DECODE)
     SLOTS: tl.constexpr = 8 // BASE
-    i = (at_run + tl.arange(0, RUNS)).to(tl.uint32)[None, :, None]
+    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
     scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
     scale, offset = factors(scale_a, offset_a, DECODE, HAS_ASM)
     scale, offset = scale[:, :, :, None], offset[:, :, :, None]
@@ -689,7 +689,7 @@ def decode_strip(loaded, dtype: tl.constexpr, DECODE: tl.constexpr, at_run=0):
     codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
     if _signed(DECODE):
         codes = _without_signs(codes)
-    # [1, runs, N, base, 2, 2] of each slot
+    # [1, RUNS, N, base, 2, 2] of each slot
     found = _four_numbers(codes[0], scale, offset, DECODE).to(dtype)
     if SLOTS == 1:
         found = tl.permute(found, [0, 2, 1, 3, 4, 5])
