@@ -63,13 +63,13 @@ def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong() -> None:
 
 @pytest.mark.skipif(not EMULATED, reason="the case table runs it on the GPU")
 @pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("kinds", [("Q4_K", None), (None, "Q8_0"), ("Q6_K", "Q3_K")])
+@pytest.mark.parametrize("kinds", [("Q4_K:exact", None), (None, "Q8_0:exact"), ("Q6_K:exact", "Q3_K:exact")])
 def test_gate_and_up_in_blocks_or_in_numbers(T: int, kinds: tuple[str | None, str | None], rng) -> None:
     """Few tokens and more; sentinels; an I that fills no strip of 256."""
     made = cases.Inputs(rng, torch.float32)
     x, weights, ids = made.normal(T, 256), made.shares(T, 3), torch.randint(-1, 5, (T, 3), generator=rng)
     stacks = tuple(made.stack(kind, 4, 96, 256) for kind in kinds)
-    down = made.stack("Q5_0", 4, 256, 96)
+    down = made.stack("Q5_0:exact", 4, 256, 96)
     got = moefuse.experts(x, ids, weights, stacks, down, residual=x, backend="triton")
     numbers = tuple(t.double() if isinstance(t, torch.Tensor) else t for t in stacks)
     want = moefuse.experts(x.double(), ids, weights.double(), numbers, down, residual=x.double(), backend="reference")
@@ -77,13 +77,14 @@ def test_gate_and_up_in_blocks_or_in_numbers(T: int, kinds: tuple[str | None, st
 
 
 @pytest.mark.parametrize("target", [t for t in cases.runnable(emulated=True) if t[0] == "triton"], ids=lambda t: t[1])
-def test_few_tokens_are_rounded_to_8_bits_for_q4_k_unless_it_is_exact(target: tuple[str, str], rng) -> None:
+@pytest.mark.parametrize("format", ["Q4_K", "Q6_K", "Q8_0", "MXFP4"])
+def test_few_tokens_are_rounded_to_8_bits_unless_blocks_are_exact(format: str, target: tuple[str, str], rng) -> None:
     """Runs of zeros, or nearly, have no largest number to divide by; not-a-number stays in its token."""
     made = cases.Inputs(rng, torch.float32)
     x, weights, ids = made.normal(4, 256), made.shares(4, 2), torch.randint(0, 3, (4, 2), generator=rng)
     x[0, 64:96], x[0, 96:128], x[1], x[2, 7] = 0.0, 1e-38, 0.0, torch.nan
     x[3] *= 1e4
-    gate_up, down = made.stack("Q4_K", 3, 512, 256), made.stack("Q4_K", 3, 256, 256)
+    gate_up, down = made.stack(format, 3, 512, 256), made.stack(format, 3, 256, 256)
     want = moefuse.experts(x.double(), ids, weights.double(), gate_up, down, backend="reference")
     there = [t.to(target[1]) for t in (x, ids, weights)]
     for exact, least, most in ((True, 0.0, 1e-5), (False, 1e-3, 3e-2)):

@@ -31,7 +31,8 @@ def up_of(gate_up: Tensor, up: Tensor | None, activation: Activation, layout: st
 class Rows(NamedTuple):
     """Numbers ``[E, N, K]`` and "", or bytes ``[E, N, row bytes]`` and their format.
 
-    Bytes in planes have no rows to slice: a part of them is ``first`` and every ``step``-th row after it.
+    Bytes in planes have no rows to slice: a part of them is ``first`` and every ``step``-th row after it. ``exact``:
+    activations are not to be rounded, see `QuantTensor`.
     """
 
     data: Tensor
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
     planes: bool = False
     first: int = 0
     step: int = 1
+    exact: bool = False
 
     @classmethod
     def of(cls, weight: Weight) -> Rows:

@@ -8,7 +8,7 @@ from torch import Tensor
 from moefuse.backends.gated import Weights
 from moefuse.backends.triton.combine import slot_sum, weighted_sum
 from moefuse.backends.triton.experts_decode import experts_decode
-from moefuse.backends.triton.grouped_linear import may_round, product, rows_of, up_weights
+from moefuse.backends.triton.grouped_linear import product, rows_of, up_weights
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.plan import plan as make_plan
 from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS, product_tile, slot_columns
@@ -45,12 +45,11 @@ def experts(
     tiles = TokenTiles(plan.offsets, T * top_k)
     format = gate_up.w.format or gate_up.u.format
     tile = tile_for(Product("up", E, I, H, top_k, T, size, gated, format), x.device)
-    rounded = may_round(stacks.gate_up, stacks.up)
-    product(x, gate_up, plan, activation, hidden, tile, gather=True, tiles=tiles, rounded=rounded)
+    product(x, gate_up, plan, activation, hidden, tile, gather=True, tiles=tiles)
     y = torch.empty((T * top_k, H), dtype=x.dtype, device=x.device)
     down = Weights.of(stacks.down, stacks.down_bias, rows_of)
     tile = tile_for(Product("down", E, H, I, top_k, T, size, False, down.w.format), x.device)
-    product(hidden, down, plan, None, y, tile, tiles=tiles, rounded=may_round(stacks.down))
+    product(hidden, down, plan, None, y, tile, tiles=tiles)
     weighted_sum(y, weights, plan.inverse, tail, outputs, num_experts=E, ids=ids, offsets=given)
 
 

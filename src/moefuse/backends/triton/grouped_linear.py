@@ -29,7 +29,7 @@ from moefuse.backends.triton.runtime.launch import (
     unrecordable,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import MIXED, Tile, product_tile
 from moefuse.quant.arrange import PLANES
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Stacks, Weight
@@ -321,7 +321,7 @@ def rows_of(weight: Weight) -> Rows:
         pitch = ceil_div(N * length, 16) * 16
         moved = torch.empty(E * pitch, dtype=torch.uint8, device=data.device)
         data = moved.as_strided(data.shape, (pitch, length, 1)).copy_(data)
-    return Rows(data, weight.format, planes=True)
+    return Rows(data, weight.format, planes=True, exact=weight.exact)
 
 
 @functools.cache
@@ -338,10 +338,9 @@ def decoder_of(rows: Rows) -> Any:
     return DECODERS[rows.format] if rows.format else None
 
 
-def may_round(*weights: Weight | None) -> bool:
+def may_round(*weights: Rows) -> bool:
     """Whether activations are rounded to 8 bits: some of these are blocks, and none of them is to be exact."""
-    blocks = [weight for weight in weights if isinstance(weight, QuantTensor)]
-    return bool(blocks) and not any(weight.exact for weight in blocks)
+    return any(rows.format for rows in weights) and not any(rows.exact for rows in weights)
 
 
 def up_weights(stacks: Stacks, gated: bool) -> Weights:
@@ -403,11 +402,10 @@ def product(
     fill: bool = False,
     z: Tensor | None = None,
     tiles: TokenTiles | None = None,
-    rounded: bool = False,
 ) -> None:
     """Launch the grouped product into ``out`` ``[S, N]``, and what comes before the activation into ``z``.
 
-    ``tiles`` are those of the plan, for products that share them. ``rounded``: x may be rounded to 8 bits.
+    ``tiles`` are those of the plan, for products that share them.
     """
     S, N = out.shape
     E, K = plan.num_experts, x.shape[1]
@@ -428,8 +426,11 @@ def product(
     tensors = x, w, u, w_desc, u_desc, bias, up_bias, plan.order, out, z, x_desc, half_desc, plan.offsets
     sizes = E, N, K, w.stride(0) // max(1, w.stride(1)), u_first
     bias_strides = (0, 0) if bias is None else bias.stride()
+    if in_blocks and not (w_rows.format and u_rows.format):
+        tile = MIXED
     blocks = (tile.m, tile.n, tile.k, block_of(E + 2))
     few = bool(w_rows.format and u_rows.format) and tile.m < 8
+    rounded = few and may_round(w_rows, u_rows)
     launch(
         _grouped_kernel,
         (most_tiles(S, E, tile.m) * ceil_div(N, tile.n),),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.plain import plain_product
-from moefuse.backends.triton.grouped_linear import block_sums, decoder_of, product, row_sums, rows_of
+from moefuse.backends.triton.grouped_linear import block_sums, decoder_of, may_round, product, row_sums, rows_of
 from moefuse.backends.triton.runtime.launch import (
     HAS_PDL,
     PDL,
@@ -174,10 +174,10 @@ def _linear_kernel(
         place = _part((x_ptr, d_ptr, d_bias_ptr, None, out_ptr), place, d_columns, d_stride, sizes, D_FORM, D_DECODE)
 
 
-def _form(x: Tensor, weight: Weight, rows: Rows, tile: Tile) -> _Form:
+def _form(x: Tensor, rows: Rows, tile: Tile) -> _Form:
     length = rows.data.shape[-1]
     return _Form(
-        isinstance(weight, QuantTensor) and not weight.exact,
+        may_round(rows),
         min(block_of(length, 1), _AHEAD // block_of(tile.n * rows.data.element_size(), 1)),
         1 if x.shape[0] == 1 else tile.m,
         tile.n,
@@ -201,7 +201,7 @@ def _few(x: Tensor, projections: Projections, residual: Tensor | None, out: Tens
     columns = [weight.data.shape[1] for weight in rows]
     size, N = x.element_size(), sum(columns)
     tiles = [linear_tile_for(T, N, K, size, x.device, weight.format) for weight in rows]
-    forms = [_form(x, weight, mine, tile) for (weight, _), mine, tile in zip(pairs, rows, tiles, strict=True)]
+    forms = [_form(x, mine, tile) for mine, tile in zip(rows, tiles, strict=True)]
     none, zeros = (None,) * (4 - len(pairs)), (0,) * (4 - len(pairs))
     compiled: dict[str, Any] = {}
     for name, form, mine in zip("ABCD", (*forms, *none), (*rows, *none), strict=True):
@@ -240,7 +240,7 @@ def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Ten
         weights = Weights.of(weight, None if bias is None else bias[None], _rows_of)
         tile = product_tile(T, x.element_size(), False, x.device, weight.format)
         dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
-        product(x, weights, _plan_of_one(T, x.device), None, dense, tile, rounded=not weight.exact)
+        product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
         if residual is not None:
             here.add_(residual)
         elif dense is not here:

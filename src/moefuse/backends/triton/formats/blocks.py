@@ -726,17 +726,16 @@ def _for_words(high, DECODE: tl.constexpr):
 
 
 @triton.jit
-def chosen(values, at):
-    """By ``at`` one of two, four or eight values."""
-    if len(values) == 1:
-        found = values[0]
-    elif len(values) == 2:
-        found = tl.where(at % 2 == 0, values[0], values[1])
-    elif len(values) == 4:
-        found = tl.where(at % 4 < 2, chosen((values[0], values[1]), at), chosen((values[2], values[3]), at))
+def chosen(choices, at):
+    """By ``at`` one of one, two or four."""
+    if len(choices) == 1:
+        (found,) = choices
+    elif len(choices) == 2:
+        a, b = choices
+        found = tl.where(at == 0, a, b)
     else:
-        first = chosen((values[0], values[1], values[2], values[3]), at)
-        found = tl.where(at < 4, first, chosen((values[4], values[5], values[6], values[7]), at))
+        a, b, c, d = choices
+        found = tl.where(at < 2, tl.where(at == 0, a, b), tl.where(at == 2, c, d))
     return found
 
 

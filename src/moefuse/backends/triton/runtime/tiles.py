@@ -43,6 +43,8 @@ SWAP_AB_ROWS = 24
 SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
+#: of gate rows in blocks beside up rows in numbers, or the other way round: strips of both take their room
+MIXED = Tile(16, 32, 256, 4, 1)
 #: up to this many programs of the down matrix-vector product leave room on a card
 _DECODE_PROGRAMS = 600
 #: programs that fill a card with one each, about
@@ -63,7 +65,7 @@ def decode_up_tile(T: int, format: str = "") -> Tile:
     if INTERPRETED:
         return Tile(1, 32, 256 if format else 64, 4, 1)
     if format:
-        return Tile(1, 8, 1024, 2, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
+        return Tile(1, 16, 1024, 4, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
     return Tile(1, 8, 256, 4, 2 if T == 1 else 3)
 
 
@@ -73,7 +75,7 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
         return Tile(1, 16, 256 if format else 64, 4, 1)
     slots = block_of(top_k, 1)
     if format:
-        return Tile(1, min(16, max(1, 128 // slots)), 256, 8, 1)
+        return Tile(1, min(8, max(1, 64 // slots)), 512, 8, 1)
     n = 4 if slots <= 8 else 2
     # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.
@@ -102,7 +104,8 @@ def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
     """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
     if INTERPRETED:
-        return Tile(16, 256 if format else 32, 32, 4, 1)
+        few = format and rows_per_expert <= 2
+        return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 1)
     if format:
         return _block_tile(rows_per_expert, itemsize, gated, device, format)
     # Measured on an H200 with Qwen3-30B-A3B's shape (docs/performance.md).
