@@ -169,6 +169,8 @@ def test_it_takes_blocks(hopper: Any) -> None:
     assert not hopper.takes(x, gate_up, down, out, True), "one half and a stack of its own"
     assert not hopper.takes(x, down, own._replace(format="Q5_K"), out, True), "two formats"
     assert not hopper.takes(x[:4], down, down, out[:4], False), "decoding needs more rows"
+    exact = down._replace(exact=True)
+    assert hopper.takes(x[:4], exact, exact, out[:4], False), "unless few rows may not be rounded"
 
 
 def test_another_machine_has_no_such_kernel() -> None:

@@ -24,7 +24,7 @@ from moefuse.quant.formats import FORMATS
 FILE, PLANES = "", "planes"
 ARRANGEMENTS = (FILE, PLANES)
 #: device type -> what its backend reads; any other reads the file's own order
-WANTED = {"cpu": FILE}
+WANTED = {"cuda": PLANES}
 
 # Bytes rearranged at a time: what caches hold, or what fills a GPU. A dozen times as many are in use meanwhile.
 _CHUNK, _GPU_CHUNK = 2**19, 2**23

@@ -429,7 +429,7 @@ def product(
     if in_blocks and not (w_rows.format and u_rows.format):
         tile = MIXED
     blocks = (tile.m, tile.n, tile.k, block_of(E + 2))
-    few = bool(w_rows.format and u_rows.format) and tile.m < 8
+    few = bool(w_rows.format and u_rows.format) and tile.stages == 1
     rounded = few and may_round(w_rows, u_rows)
     launch(
         _grouped_kernel,

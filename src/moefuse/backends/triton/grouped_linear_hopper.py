@@ -473,16 +473,34 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                 mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
                 q = _pieces(_block_words(raw, slot, GATED, DECODE), DECODE)
                 boxes += 1
-                for i in gl.static_range(GROUPS):
-                    begins = 64 * (GROUPS * box + i)
-                    if K % (64 * GROUPS) == 0 or begins < K:
+                if STAGES >= 4 and K % (64 * GROUPS) == 0:
+                    # Two stages are handed over together: tensor cores see what threads wrote only after a fence.
+                    for i in gl.static_range(0, GROUPS, 2):
+                        begins = 64 * (GROUPS * box + i)
                         mbarrier.wait(empty.index(stage), phase)
                         x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
                         _bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
                         _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                        second, second_phase = _advance(stage, phase, STAGES)
+                        mbarrier.wait(empty.index(second), second_phase)
+                        x, tail, bar = x_ring.index(second), tail_ring.index(second), full.index(second)
+                        _bring_tokens(x, tail, bar, first, rows, begins + 64, ptrs, x_descs, 0, FORM)
+                        _decode(q[i + 1], known, i + 1, w_ring.index(second), DECODE)
                         fence_async_shared()
                         mbarrier.arrive(full.index(stage))
-                        stage, phase = _advance(stage, phase, STAGES)
+                        mbarrier.arrive(full.index(second))
+                        stage, phase = _advance(second, second_phase, STAGES)
+                else:
+                    for i in gl.static_range(GROUPS):
+                        begins = 64 * (GROUPS * box + i)
+                        if K % (64 * GROUPS) == 0 or begins < K:
+                            mbarrier.wait(empty.index(stage), phase)
+                            x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+                            _bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
+                            _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                            fence_async_shared()
+                            mbarrier.arrive(full.index(stage))
+                            stage, phase = _advance(stage, phase, STAGES)
         else:
             for start in range(0, K, BLOCK_K):
                 mbarrier.wait(empty.index(stage), phase)
@@ -707,7 +725,10 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     Numbers lie as the copy engine reads them: experts one behind the other, in each gate rows and then its up rows.
     """
     E, N, K, blocks = w.data.shape[0], out.shape[1], x.shape[1], bool(w.format)
-    if not fits(out.shape[0] / max(1, E), E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
+    load = out.shape[0] / max(1, E)
+    if blocks and w.exact:  # the other way for few rows gains by rounding
+        load += SWAP_AB_ROWS_IN_BLOCKS
+    if not fits(load, E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
     unrecordable("a descriptor holds an address")
     if w.format != u.format or not (x.is_contiguous() and begins_aligned(x)):

@@ -471,7 +471,9 @@ def _x_rounded(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr, SUB: 
     Sums are of values 0 to 15 and 16 to 31 where SUB is 16, of all in both where it is 32.
     """
     x = tl.reshape(x, [A, RUNS, 32])
-    factor = tl.max(tl.abs(x), 2) * (1.0 / 127.0)
+    # As whole numbers the bits of numbers without sign have their order, with not-a-number above all of them.
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+    factor = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
     # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Runs too small to divide by are zeros.
     rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, None] + 12582912.0
     whole = rounded.to(tl.int32, bitcast=True) - 0x4B400000

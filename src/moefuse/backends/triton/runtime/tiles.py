@@ -105,7 +105,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
     if INTERPRETED:
         few = format and rows_per_expert <= 2
-        return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 1)
+        return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 2)
     if format:
         return _block_tile(rows_per_expert, itemsize, gated, device, format)
     # Measured on an H200 with Qwen3-30B-A3B's shape (docs/performance.md).
@@ -145,10 +145,10 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
     """The tile for weights in blocks: k is the strip of 256 that all formats share."""
     if itemsize == 4:  # its products are written out, and compile by their size
         tile = Tile(16, 64, 256, 4, 2)
-    elif rows_per_expert <= 2:  # row by row of x
-        tile = Tile(2, 16, 512, 2, 1)
-    elif rows_per_expert <= 4:
-        tile = Tile(4, 16, 512, 4, 1)
+    elif rows_per_expert <= 2:  # one stage: row by row of x
+        tile = Tile(2, 64, 256, 4, 1)
+    elif rows_per_expert <= SWAP_AB_ROWS_IN_BLOCKS:
+        tile = Tile(4, 64, 256, 4, 1)
     elif rows_per_expert <= 16:
         tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= MANY_ROWS:
