@@ -276,20 +276,27 @@ class _Header:
         return self.strings(1, what, _MAX_NAME)[0]
 
     def strings(self, count: int, what: str, limit: int = _MAX_TEXT) -> list[str]:
+        # Vocabularies have some hundred thousand: nothing is called for each that can stand here.
         found, data, size, length_at = [], self.data, self.size, struct.Struct("<Q").unpack_from
+        getsizeof, at, spent = sys.getsizeof, self.at, self.spent
         for _ in range(count):
-            at = self.at
             if size - at < 8 or (length := length_at(data, at)[0]) > size - at - 8:
                 raise ValueError(f"{what} at byte {at} must lie within the file of {size} bytes")
             if length > limit:
                 raise ValueError(f"{what} at byte {at} must have at most {limit} bytes, got {length}")
-            self.at = at + 8 + length
+            start = at + 8
+            at = start + length
             if length > _MAX_NAME:
                 # One letter beyond 16 bits makes a string of four bytes a letter.
+                self.at, self.spent = at, spent
                 self.spend(0, what, 4 * length)
-            text = data[at + 8 : self.at].decode("utf-8", "replace")
-            self.spend(sys.getsizeof(text) + _STRING_COST, what)
+            text = data[start:at].decode("utf-8", "replace")
+            spent += getsizeof(text) + _STRING_COST
+            if spent > at + _BUDGET:
+                self.at, self.spent = at, spent
+                self.spend(0, what)
             found.append(text)
+        self.at, self.spent = at, spent
         return found
 
     def value(self, kind: int, what: str) -> Any:
