@@ -149,6 +149,8 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
         tile = Tile(2, 64, 256, 4, 1)
     elif rows_per_expert <= SWAP_AB_ROWS_IN_BLOCKS:
         tile = Tile(4, 64, 256, 4, 1)
+    elif rows_per_expert <= 8:  # Hopper has its own product from here on
+        tile = Tile(8, 32, 256, 4, 1)
     elif rows_per_expert <= 16:
         tile = Tile(16, 64, 256, 4, 2)
     elif rows_per_expert <= MANY_ROWS:
