@@ -377,16 +377,20 @@ def run_type(decode):
 
 @triton.jit
 def plane_at(rows, R, i: tl.constexpr, DECODE: tl.constexpr):
-    """The first byte of the i-th plane of a matrix of ``rows`` rows of R runs: base, high, runs, and two of strips."""
-    found = 0
+    """The first byte of the i-th plane of a matrix of ``rows`` rows of R runs: base, high, runs, and two of strips.
+
+    64 bits wide: the output layer of a model may have more than 2 GiB. Words are counted in 32.
+    """
+    runs = (rows * R).to(tl.int64)
+    found = runs * 0
     if i > 0:
-        found = rows * R * (4 * base_bits(DECODE))
+        found = runs * (4 * base_bits(DECODE))
     if i > 1:
-        found += rows * R * (4 * high_bits(DECODE))
+        found += runs * (4 * high_bits(DECODE))
     if i > 2:
-        found += rows * R * run_bytes(DECODE)
+        found += runs * run_bytes(DECODE)
     if i > 3:
-        found += rows * (R // 8) * strip_bytes_of(DECODE, 0)
+        found += runs // 8 * strip_bytes_of(DECODE, 0)
     return found
 
 
@@ -406,7 +410,7 @@ def _strips(ptr, rows, R, at_strip, DECODE: tl.constexpr):
 def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
     """RUNS runs from value ``start`` on of rows [A, B] of matrices in planes; nothing from K on.
 
-    ``matrix``: pointers to matrices [A], and the rows that each has; no matrix has 2 GiB. Words [A, RUNS, B, base],
+    ``matrix``: pointers to matrices [A], and the rows that each has; none has 8 GiB. Words [A, RUNS, B, base],
     those of the high plane and scales [A, RUNS, B]. Runs stand before rows, so that a thread has a run of many rows.
     """
     ptr, rows = matrix
