@@ -84,3 +84,17 @@ def test_a_lone_token_has_longer_chunks_of_weights_under_way(monkeypatch: pytest
     alone, four = (tiles.decode_down_tile(tokens * 2048, 768, 8) for tokens in (1, 4))
     assert alone.k == 2 * four.k
     assert tiles.decode_down_tile(4 * 2048, 2048, 8) == alone, "nor does a long row go in pieces of 128 bytes"
+
+
+@pytest.mark.parametrize("limit", [227 * 1024, 99 * 1024])
+@pytest.mark.parametrize("gated", [True, False])
+def test_many_rows_of_blocks_take_tensor_cores_however_small_the_card(
+    limit: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer stages, where shared memory is short, do not make the tile one for few rows, which rounds them."""
+    tiles = pytest.importorskip("moefuse.backends.triton.runtime.tiles")
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(tiles, "shared_limit", lambda _: limit)
+    for rows in (1, 3, 6, 12, 50, 500):
+        tile = tiles.product_tile(rows, 2, gated, torch.device("cpu"), "Q6_K")
+        assert (tile.m <= tiles.FEW_ROWS) == (rows <= tiles.FEW_ROWS)

@@ -29,7 +29,7 @@ from moefuse.backends.triton.runtime.launch import (
     unrecordable,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import MIXED, Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import FEW_ROWS, MIXED, Tile, product_tile
 from moefuse.quant.arrange import PLANES
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Plan, Stacks, Weight
@@ -429,7 +429,7 @@ def product(
     if in_blocks and not (w_rows.format and u_rows.format):
         tile = MIXED
     blocks = (tile.m, tile.n, tile.k, block_of(E + 2))
-    few = bool(w_rows.format and u_rows.format) and tile.stages == 1
+    few = bool(w_rows.format and u_rows.format) and tile.m <= FEW_ROWS
     rounded = few and may_round(w_rows, u_rows)
     launch(
         _grouped_kernel,

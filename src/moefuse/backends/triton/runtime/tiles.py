@@ -43,6 +43,8 @@ SWAP_AB_ROWS = 24
 SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
+#: tiles of blocks up to this high are multiplied row by row of x, without tensor cores
+FEW_ROWS = 8
 #: of gate rows in blocks beside up rows in numbers, or the other way round: strips of both take their room
 MIXED = Tile(16, 32, 256, 4, 1)
 #: up to this many programs of the down matrix-vector product leave room on a card
@@ -105,7 +107,7 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
     if INTERPRETED:
         few = format and rows_per_expert <= 2
-        return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 2)
+        return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 1)
     if format:
         return _block_tile(rows_per_expert, itemsize, gated, device, format)
     # Measured on an H200 with Qwen3-30B-A3B's shape (docs/performance.md).
@@ -145,11 +147,11 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
     """The tile for weights in blocks: k is the strip of 256 that all formats share."""
     if itemsize == 4:  # its products are written out, and compile by their size
         tile = Tile(16, 64, 256, 4, 2)
-    elif rows_per_expert <= 2:  # one stage: row by row of x
+    elif rows_per_expert <= 2:
         tile = Tile(2, 64, 256, 4, 1)
     elif rows_per_expert <= SWAP_AB_ROWS_IN_BLOCKS:
         tile = Tile(4, 64, 256, 4, 1)
-    elif rows_per_expert <= 8:  # Hopper has its own product from here on
+    elif rows_per_expert <= FEW_ROWS:  # Hopper has its own product from here on
         tile = Tile(8, 32, 256, 4, 1)
     elif rows_per_expert <= 16:
         tile = Tile(16, 64, 256, 4, 2)
