@@ -104,8 +104,8 @@ class Reader {
     to.E = shape[-3], to.N = shape[-2], to.K = shape[-1];
     if (blocks) {
       auto format = named<int>(attribute<"format">(from), kFormatNames, "cpu", "format");
-      const Format& form = kernels().blocks[format].exact;
       to.type = static_cast<WeightType>(kPlainTypes + format);
+      const Format& form = block_format(to.type).exact;
       to.K = to.K / form.block_bytes * form.block;
       field<"exact">(from, to.exact);
     } else {

@@ -52,8 +52,8 @@ NB_MODULE(_core, m) {
   PythonTypes::get();
 
   // The last of each enum has the last name.
-  static_assert(std::size(kFormatNames) == kBlockTypes);
-  static_assert(std::size(kFormatNames) + kPlainTypes == static_cast<size_t>(WeightType::q3_k) + 1);
+  static_assert(kIntegerTypes + kPlainTypes == static_cast<size_t>(WeightType::fp8));
+  static_assert(std::size(kFormatNames) + kPlainTypes == static_cast<size_t>(WeightType::fp8) + 1);
   static_assert(std::size(kScoreNames) == static_cast<size_t>(Score::sqrtsoftplus) + 1);
   static_assert(std::size(kActNames) == static_cast<size_t>(Act::swiglu_clamp) + 1);
   m.attr("FORMATS") = list_of(kFormatNames);

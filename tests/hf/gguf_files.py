@@ -535,7 +535,7 @@ def numbers_of(kind: Kind, model: Any) -> dict[str, Tensor]:
 
 def dense_format(name: str, columns: int) -> str | None:
     """The format of a matrix in a file that has all of them in blocks: any that its rows fit, by its name."""
-    fitting = [form.name for form in FORMATS.values() if columns % form.values == 0]
+    fitting = [form.name for form in FORMATS.values() if form.ggml >= 0 and columns % form.values == 0]
     if not fitting or "ffn_gate_inp" in name:
         return None
     return fitting[zlib.crc32(name.replace("ffn_up", "ffn_gate").encode()) % len(fitting)]

@@ -33,6 +33,7 @@ LAYOUT = {
     "Q6_K": (4, 2, [(192, 208), (208, 210)]),
     "Q2_K": (2, 0, [(0, 16), (80, 84)]),
     "Q3_K": (2, 1, [(96, 108), (108, 110)]),
+    "FP8": (8, 0, [(0, 4)]),
 }
 
 
@@ -48,6 +49,8 @@ def code(name: str, b: list[int], v: int) -> int:
     match name:
         case "Q8_0":
             return b[2 + v]
+        case "FP8":
+            return b[4 + v]
         case "IQ4_XS":
             return b[8 + 16 * (v // 32) + v % 16] >> 4 * (v % 32 // 16) & 15
         case "Q4_K":

@@ -14,6 +14,8 @@ LLAMA_CPP = {
     "student_t3": {"Q4_K": 0.09099, "Q6_K": 0.02437, "Q5_K": 0.04604, "Q8_0": 0.00788, "Q4_0": 0.12374},
 }
 EACH = pytest.mark.parametrize("name", ENCODE)
+#: with scales in float16; test_fp8.py has what is so of FP8
+OF_GGUF = pytest.mark.parametrize("name", LLAMA_CPP["normal"])
 
 
 def weights(kind: str, rng: torch.Generator, rows: int = 512) -> torch.Tensor:
@@ -27,7 +29,7 @@ def error(x: torch.Tensor, name: str) -> float:
     return float(torch.div(*by_block).mean())
 
 
-@EACH
+@OF_GGUF
 @pytest.mark.parametrize("kind", LLAMA_CPP)
 def test_the_error_is_that_of_llama_cpp(kind: str, name: str, rng: torch.Generator) -> None:
     """2,048 blocks: the mean of their errors is within 1% of its expectation, many times over."""
@@ -79,7 +81,7 @@ def test_edges(name: str) -> None:
     assert ((got - x).abs().amax(1) <= x.abs().amax(1) / 7 + 1e-6).all()
 
 
-@EACH
+@OF_GGUF
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_magnitude_is_right_or_refused(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
     """From 1e-38 to 1e38, and beyond in float64: never a silent zero, nor anything else."""
@@ -149,7 +151,7 @@ def test_mistakes(make, kind, message) -> None:
         moefuse.quantize(*make())
 
 
-@EACH
+@OF_GGUF
 @pytest.mark.parametrize(
     ("value", "dtype", "message"),
     [

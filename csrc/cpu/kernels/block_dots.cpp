@@ -569,7 +569,7 @@ constexpr BlockFormat kBlockFormat = {
 }  // namespace
 
 // In the order of WeightType, from q4_k on.
-extern const BlockFormat kBlockFormats[kBlockTypes] = {
+extern const BlockFormat kBlockFormats[kIntegerTypes] = {
     kBlockFormat<Q4_K>, kBlockFormat<Q6_K>, kBlockFormat<Q8_0>,   kBlockFormat<Q4_0>,   kBlockFormat<Q5_K>,
     kBlockFormat<Q5_0>, kBlockFormat<Q5_1>, kBlockFormat<Q4_1>,   kBlockFormat<IQ4_NL>, kBlockFormat<IQ4_XS>,
     kBlockFormat<MXFP4>, kBlockFormat<Q2_K>, kBlockFormat<Q3_K>,

@@ -13,17 +13,19 @@ namespace moefuse::MOEFUSE_ISA {
 // Activations that stay in a 32 KiB L1 while weight rows stream past them.
 constexpr int64_t kResident = 16 << 10;
 
-// A weight format: bytes per chunk, and one step that adds a chunk to every sum of a tile.
+// A weight format: elements and bytes of a step, which adds them to every sum of a tile.
 struct F32Weights {
   static constexpr int64_t kActBytes = 4;
-  static constexpr int64_t kChunkBytes = kChunk * 4;
+  static constexpr int64_t kStep = kChunk;
+  static constexpr int64_t kStepBytes = kChunk * 4;
   static constexpr int kVecs = kChunk / kLanes;
   static Vec weight(const char* w, int v) { return load(reinterpret_cast<const float*>(w) + v * kLanes); }
 };
 
 struct F16Weights {
   static constexpr int64_t kActBytes = 4;
-  static constexpr int64_t kChunkBytes = kChunk * 2;
+  static constexpr int64_t kStep = kChunk;
+  static constexpr int64_t kStepBytes = kChunk * 2;
   static constexpr int kVecs = kChunk / kLanes;
   static Vec weight(const char* w, int v) { return load_f16(w + v * kLanes * 2); }
 };
@@ -31,7 +33,8 @@ struct F16Weights {
 // Vectors come out as the even, then the odd elements of each pair of registers; `pack_even_odd` matches.
 struct BF16Weights {
   static constexpr int64_t kActBytes = 4;
-  static constexpr int64_t kChunkBytes = kChunk * 2;
+  static constexpr int64_t kStep = kChunk;
+  static constexpr int64_t kStepBytes = kChunk * 2;
   static constexpr int kVecs = kChunk / kLanes;
   static Vec weight(const char* w, int v) {
     const char* pair = w + (v / 2) * kLanes * 4;
@@ -68,7 +71,8 @@ struct Multiply {
 #ifdef __AVX512BF16__
 struct BF16Dot {
   static constexpr int64_t kActBytes = 2;
-  static constexpr int64_t kChunkBytes = kChunk * 2;
+  static constexpr int64_t kStep = kChunk;
+  static constexpr int64_t kStepBytes = kChunk * 2;
 };
 
 template <>
@@ -85,12 +89,12 @@ struct Multiply<BF16Dot> {
 };
 #endif
 
-// What a tile prefetches while it works: for its row n and chunk c, the chunk's bytes at base + n * row + c * chunk.
+// What a tile prefetches while it works: for its row n and step c, the step's bytes at base + n * row + c * step.
 // An address, not a pointer: it may lie outside the tensor, which a prefetch allows.
 struct Ahead {
   uintptr_t base = 0;
   int64_t row = 0;
-  int64_t chunk = 0;
+  int64_t step = 0;
 };
 
 inline uintptr_t address_of(const char* p) { return reinterpret_cast<uintptr_t>(p); }
@@ -103,9 +107,9 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) a[m] = d.a[m0 + m] + k0 * W::kActBytes;
 #pragma GCC unroll 8
-  for (int n = 0; n < N; ++n) w[n] = d.w[n0 + n] + k0 / kChunk * W::kChunkBytes;
+  for (int n = 0; n < N; ++n) w[n] = d.w[n0 + n] + k0 / W::kStep * W::kStepBytes;
   int64_t k = d.K - k0 < kDepth ? d.K - k0 : kDepth;
-  int64_t chunks = k / kChunk;
+  int64_t steps = k / W::kStep;
 
   Vec acc[M][N];
 #pragma GCC unroll 8
@@ -113,25 +117,26 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[m][n] = zero();
   }
-  for (int64_t c = 0; c < chunks; ++c) {
+  for (int64_t c = 0; c < steps; ++c) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-      for (int64_t line = 0; line < W::kChunkBytes; line += 64) {
-        uintptr_t at = ahead.base + static_cast<uintptr_t>(n * ahead.row + c * ahead.chunk + line);
+      for (int64_t line = 0; line < W::kStepBytes; line += 64) {
+        uintptr_t at = ahead.base + static_cast<uintptr_t>(n * ahead.row + c * ahead.step + line);
         __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
       }
     }
-    Multiply<W>::template step<M, N>(a, c * kChunk * W::kActBytes, w, c * W::kChunkBytes, acc);
+    Multiply<W>::template step<M, N>(a, c * W::kStep * W::kActBytes, w, c * W::kStepBytes, acc);
   }
-  if (int64_t tail = k - chunks * kChunk; tail > 0) {
-    alignas(64) char padded[N][W::kChunkBytes] = {};
+  // Rows in blocks have no tail.
+  if (int64_t tail = k - steps * W::kStep; W::kStep == kChunk && tail > 0) {
+    alignas(64) char padded[N][W::kStepBytes] = {};
     const char* last[N];
     for (int n = 0; n < N; ++n) {
-      std::memcpy(padded[n], w[n] + chunks * W::kChunkBytes, tail * (W::kChunkBytes / kChunk));
+      std::memcpy(padded[n], w[n] + steps * W::kStepBytes, tail * (W::kStepBytes / W::kStep));
       last[n] = padded[n];
     }
-    Multiply<W>::template step<M, N>(a, chunks * kChunk * W::kActBytes, last, 0, acc);
+    Multiply<W>::template step<M, N>(a, steps * W::kStep * W::kActBytes, last, 0, acc);
   }
 
   constexpr int kSums = (M * N + 3) / 4 * 4;
@@ -173,7 +178,7 @@ void row_tile(const Dots& d, int64_t rows, int64_t m0, int64_t k0, int64_t r, in
       if (next != 0 && turn == r) {
         ahead.base = next + (address_of(d.w[n0]) - address_of(d.w[0]));
         ahead.row = columns > 1 ? static_cast<int64_t>(address_of(d.w[n0 + 1]) - address_of(d.w[n0])) : 0;
-        ahead.chunk = W::kChunkBytes;
+        ahead.step = W::kStepBytes;
       }
       tile_columns<W, M>(d, columns, m0, n0, k0, ahead);
       turn = turn + 1 == row_tiles ? 0 : turn + 1;
@@ -194,11 +199,11 @@ void single_row_tile(const Dots& d) {
       Ahead ahead;
       // Line after line, as rows usually lie one behind the other. Against row by row: 0 to 4 points of bandwidth on
       // a busy Zen 3 machine, little more than its noise.
-      if (next != nullptr) ahead = {address_of(next), W::kChunkBytes, columns * W::kChunkBytes};
+      if (next != nullptr) ahead = {address_of(next), W::kStepBytes, columns * W::kStepBytes};
       int64_t k0 = 0;
       do {
         tile_columns<W, M>(d, columns, 0, n0, k0, ahead);
-        ahead.base += static_cast<uintptr_t>(kDepth / kChunk * ahead.chunk);
+        ahead.base += static_cast<uintptr_t>(kDepth / W::kStep * ahead.step);
         k0 += kDepth;
       } while (k0 < d.K);
     }
@@ -213,7 +218,7 @@ void dots(const Dots& d) {
     single_row_tile<W>(d);
     return;
   }
-  constexpr int64_t kDepthBytes = kDepth / kChunk * W::kChunkBytes;
+  constexpr int64_t kDepthBytes = kDepth / W::kStep * W::kStepBytes;
   int64_t row_tiles = (d.M + kTileRows - 1) / kTileRows;
   int64_t k0 = 0;
   do {

@@ -12,6 +12,7 @@
 
 #include "derivatives.h"
 #include "dots.h"
+#include "fp8.h"
 #include "mathfn.h"
 #include "outer.h"
 
@@ -22,7 +23,7 @@
 #define MOEFUSE_BLOCKS portable
 #endif
 namespace moefuse::MOEFUSE_BLOCKS {
-extern const BlockFormat kBlockFormats[kBlockTypes];
+extern const BlockFormat kBlockFormats[kIntegerTypes];
 }
 
 namespace moefuse::MOEFUSE_ISA {
@@ -98,7 +99,7 @@ void pack_plain(Dtype dtype, const void* x, int64_t n, int64_t padded, char* out
   for (int64_t i = n; i < padded; ++i) to[i] = 0;
 }
 
-// The order in which BF16Weights yields a row.
+// The order in which BF16Weights and Fp8Weights yield a row.
 void pack_even_odd(Dtype dtype, const void* x, int64_t n, int64_t padded, char* out) {
   auto to = reinterpret_cast<float*>(out);
   for (int64_t i = 0; i < padded; i += kStrip) {
@@ -211,10 +212,13 @@ constexpr Format kBF16Both = {kPackUnit, kPackUnit * 2, 1, 2, pack_bf16, dots<BF
 constexpr Format kBF16Both = kBF16;
 #endif
 
+constexpr Format kFp8 = {kPackUnit, kPackUnit * 4, kFp8Block, kFp8Bytes, pack_even_odd, fp8_dots};
+
 extern const Kernels kKernels = {
     MOEFUSE_NAME(MOEFUSE_ISA),
     {{kF32, kF32}, {kBF16, kBF16Both}, {kF16, kF16}},
     MOEFUSE_BLOCKS::kBlockFormats,
+    {kFp8, kFp8, decode_fp8},
     decode,
     encode,
     axpy,

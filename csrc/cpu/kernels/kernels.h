@@ -9,17 +9,17 @@
 namespace moefuse {
 
 enum class Dtype : int { f32, bf16, f16 };
-// The dtypes, then the block formats of blocks.h.
+// The dtypes, then the block formats of blocks.h, then that of fp8.h.
 enum class WeightType : int {
-  f32, bf16, f16, q4_k, q6_k, q8_0, q4_0, q5_k, q5_0, q5_1, q4_1, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k
+  f32, bf16, f16, q4_k, q6_k, q8_0, q4_0, q5_k, q5_0, q5_1, q4_1, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, fp8
 };
 constexpr int kPlainTypes = 3;
-constexpr int kBlockTypes = 13;
+constexpr int kIntegerTypes = 13;
 enum class Score : int { softmax, sigmoid, sqrtsoftplus };
 enum class Act : int { silu, gelu_tanh, gelu, relu, relu2, swiglu_oai, swiglu_clamp };
 // Their names to Python, in the same order.
 constexpr const char* kFormatNames[] = {"Q4_K", "Q6_K", "Q8_0",   "Q4_0",   "Q5_K",  "Q5_0", "Q5_1",
-                                        "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K"};
+                                        "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "FP8"};
 constexpr const char* kScoreNames[] = {"softmax", "sigmoid", "sqrtsoftplus"};
 constexpr const char* kActNames[] = {"silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai", "swiglu_clamp"};
 
@@ -61,7 +61,8 @@ struct Format {
   void (*dots)(const Dots& args);
 };
 
-// A block format with activations rounded to 8 bits in groups of 32, and with activations in f32.
+// A block format with activations rounded to 8 bits in groups of 32, and with activations in f32. Where codes are no
+// integers both are the latter.
 struct BlockFormat {
   Format rounded, exact;
   // The numbers of n elements, whole blocks, of each of `count` rows: out [count, pitch].
@@ -71,7 +72,8 @@ struct BlockFormat {
 struct Kernels {
   const char* name;
   Format formats[kPlainTypes][2];  // [weight dtype][1 where bf16 activations are exact enough]
-  const BlockFormat* blocks;       // [kBlockTypes]
+  const BlockFormat* blocks;       // [kIntegerTypes]
+  BlockFormat fp8;
 
   void (*decode)(Dtype dtype, const void* x, float* out, int64_t n);
   void (*encode)(const float* x, Dtype dtype, void* out, int64_t n);

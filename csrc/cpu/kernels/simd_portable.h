@@ -93,6 +93,22 @@ inline void store_f16(void* p, Vec v) {
   std::memcpy(p, h, sizeof h);
 }
 
+// 16 bytes in e4m3, over 2**8: the even and the odd elements of the first 8, then those of the others. Not-a-number,
+// which comes out as 480, makes `most` 0x7f.
+using Most = uint32_t;
+inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
+  uint8_t raw[16];
+  std::memcpy(raw, p, sizeof raw);
+  for (uint8_t b : raw) most = (b & 0x7fu) > most ? b & 0x7fu : most;
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* b = raw + i / 2 * 8 + i % 2;
+    VecU v = {b[0], b[2], b[4], b[6]};
+    // The exponent's bias goes from 7 to 127, subnormals included, less 8.
+    out[i] = reinterpret_cast<Vec>(((v & 0x7fu) << 20) | ((v & 0x80u) << 24)) * splat(0x1p112f);
+  }
+}
+inline bool has_nan(Most most) { return most == 0x7f; }
+
 // out[i] = sum of v[i]; the same order of additions whatever i.
 inline void sum4(const Vec* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);

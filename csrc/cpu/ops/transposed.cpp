@@ -9,12 +9,10 @@ namespace {
 
 bool is_blocks(const Weight& w) { return static_cast<int>(w.type) >= kPlainTypes; }
 
-const BlockFormat& blocks_of(const Weight& w) { return kernels().blocks[static_cast<int>(w.type) - kPlainTypes]; }
-
 // Of so many elements of a row, whole blocks where it has such.
 int64_t bytes_of(const Weight& w, int64_t columns) {
   if (!is_blocks(w)) return columns * size_of(w.dtype());
-  const Format& form = blocks_of(w).exact;
+  const Format& form = block_format(w.type).exact;
   return columns / form.block * form.block_bytes;
 }
 
@@ -30,7 +28,7 @@ void decode_strip(const WeightRows& weight, int64_t k0, int64_t depth, int64_t c
     if (is_blocks(own)) {
       const char* rows[kPanelDepth];
       for (int64_t i = k; i < stop; ++i) rows[i - k] = weight[i] + at;
-      blocks_of(own).decode(rows, stop - k, width, to, kPanelColumns);
+      block_format(own.type).decode(rows, stop - k, width, to, kPanelColumns);
     } else {
       for (int64_t i = k; i < stop; ++i, to += kPanelColumns) {
         kernels().decode(own.dtype(), weight[i] + at, to, width);

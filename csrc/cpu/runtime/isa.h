@@ -10,6 +10,10 @@ namespace moefuse {
 
 const Kernels& kernels();
 
+inline const BlockFormat& block_format(WeightType type) {
+  return type == WeightType::fp8 ? kernels().fp8 : kernels().blocks[static_cast<int>(type) - kPlainTypes];
+}
+
 // The names of those that this machine has, best first.
 std::vector<std::string> isas();
 

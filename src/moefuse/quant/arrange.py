@@ -60,6 +60,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
     "MXFP4": (Field(1, 17, 4, 16), Field(0, 1)),
     "Q2_K": (Field(16, 80, 2, 32), Field(0, 16), Field(80, 84)),
     "Q3_K": (Field(32, 96, 2, 32), Field(0, 32, 1, 32), Field(96, 108), Field(108, 110)),
+    "FP8": (Field(4, 132), Field(0, 4)),
 }
 
 

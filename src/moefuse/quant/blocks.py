@@ -50,6 +50,14 @@ def _lookup(codes: tuple[int, ...], q: Tensor) -> Tensor:
     return table[q.int()]
 
 
+def e4m3(q: Tensor) -> Tensor:
+    """Bytes of float8_e4m3fn as float32. Written out, because not every device of torch has the type."""
+    bits = q.to(torch.int16)
+    # As a float16 the seven lower bits are 2**-8 of what they stand for, denormal numbers included.
+    numbers = ((bits & 0x7F) << 7 | (bits & 0x80) << 8).view(torch.float16).float() * 256
+    return torch.where(bits & 0x7F == 0x7F, torch.nan, numbers)
+
+
 def _q4_0(q: Tensor, d: Tensor) -> Tensor:
     return _half(d) * (q.float() - 8)
 
@@ -123,6 +131,10 @@ def _mxfp4(q: Tensor, exponent: Tensor) -> Tensor:
     return scale * _lookup(MXFP4_CODES, q)
 
 
+def _fp8(q: Tensor, d: Tensor) -> Tensor:
+    return d.clone(memory_format=torch.contiguous_format).view(torch.float32) * e4m3(q)
+
+
 UNPACK: dict[str, Callable[..., Tensor]] = {
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
@@ -137,4 +149,5 @@ UNPACK: dict[str, Callable[..., Tensor]] = {
     "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
+    "FP8": _fp8,
 }

@@ -1,8 +1,9 @@
 """Numbers to blocks: `quantize`.
 
-Q8_0 and Q4_0 have one answer, that of the gguf package. The K formats are searched: candidates for the step of each
-sub-block, each with the scale (and offset) of least squared error for the integers it gives; the best is kept, then
-scales are rounded to their 6 or 8 bits and the integers taken anew.
+FP8 has the scale that makes the largest number of a block 448, as checkpoints have it. Q8_0 and Q4_0 have one answer,
+that of the gguf package. The K formats are searched: candidates for the step of each sub-block, each with the scale
+(and offset) of least squared error for the integers it gives; the best is kept, then scales are rounded to their 6 or 8
+bits and the integers taken anew.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def quantize(weight: Tensor, format: str) -> QuantTensor:
 
     Args:
         weight: ``[.., K]`` floating, finite, ``K`` a multiple of the format's block; usually ``[E, N, K]``. Numbers
-            whose scale is beyond float16 are refused; those far below it become zero.
-        format: Q4_K, Q6_K, Q5_K, Q8_0 or Q4_0, in any spelling.
+            whose scale is beyond float16 are refused; those far below it become zero. (FP8's scales are float32.)
+        format: Q4_K, Q6_K, Q5_K, Q8_0, Q4_0 or FP8, in any spelling.
 
     Returns:
         A `QuantTensor` of the same shape on the same device, arranged for it. Memory beyond it stays within a few
@@ -117,6 +118,13 @@ def _q4_0(x: Tensor) -> Tensor:
     d = _first_extreme(x) / -8
     q = (x * _inverse(d) + 8.5).nan_to_num(nan=8).trunc().clamp(0, 15)
     return torch.cat((_half(d), _join(q.view(-1, 2, 16), 4)), 1)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    d = x.abs().amax(-1, keepdim=True) / 448
+    # A scale that is denormal may have been rounded down; one that is zero makes zeros of everything.
+    q = (x / d).nan_to_num(nan=0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch.cat((d.view(torch.uint8).view(-1, 4), q.view(torch.uint8)), 1)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -209,4 +217,5 @@ ENCODE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_K": _q5_k,
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "FP8": _fp8,
 }

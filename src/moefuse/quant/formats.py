@@ -1,4 +1,4 @@
-"""The block formats of GGUF, one row each."""
+"""The block formats, one row each: those of GGUF, and FP8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Format:
     """A block: ``values`` consecutive weights of a row in ``nbytes`` bytes.
 
-    ``scales`` are the places of its float16 factors, in bytes from the start of the block.
+    ``ggml`` is GGUF's number for it, -1 where GGUF has none. ``scales`` are the places of its float16 factors, in bytes
+    from the start of the block.
 
     >>> FORMATS["Q4_K"].row_bytes(2048)
     1152
@@ -50,6 +51,8 @@ FORMATS: dict[str, Format] = {
         Format("MXFP4", 39, 32, 17, ()),
         Format("Q2_K", 10, 256, 84, (80, 82)),
         Format("Q3_K", 11, 256, 110, (108,)),
+        # A float32 scale, then 128 numbers in e4m3fn. Not a format of GGUF: FP8 checkpoints, see moefuse.quant.fp8.
+        Format("FP8", -1, 128, 132, ()),
     )
 }
 

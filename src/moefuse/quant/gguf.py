@@ -65,7 +65,7 @@ _FOREIGN = {
     40: ("NVFP4", 64, 36, None),
     41: ("Q1_0", 128, 18, None),
 }
-_TYPES = _PLAIN | _FOREIGN | {f.ggml: (f.name, f.values, f.nbytes, None) for f in FORMATS.values()}
+_TYPES = _PLAIN | _FOREIGN | {f.ggml: (f.name, f.values, f.nbytes, None) for f in FORMATS.values() if f.ggml >= 0}
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 #: number of a metadata type -> numpy's name for it
@@ -159,7 +159,9 @@ class GGUFFile(Mapping[str, Tensor | QuantTensor]):
             return QuantTensor(data.view(*rows, form.row_bytes(columns)), info.type)
         dtype = next((dtype for kind, _, _, dtype in _PLAIN.values() if kind == info.type), None)
         if dtype is None:
-            known = ", ".join((*FORMATS, *(kind for kind, *_ in _PLAIN.values())))
+            known = ", ".join(
+                (*(f.name for f in FORMATS.values() if f.ggml >= 0), *(kind for kind, *_ in _PLAIN.values()))
+            )
             raise ValueError(f"gguf: {name} must be of one of the types {known}, got {info.type}")
         # A view as wider elements wants an address that suits them, which a file need not give.
         aligned = data if info.offset % dtype.itemsize == 0 else data.clone()
@@ -436,6 +438,8 @@ def _write(gguf: Any, writer: Any, metadata: Mapping[str, Any], tensors: Mapping
     for name, tensor in tensors.items():
         if isinstance(tensor, QuantTensor):
             number, rows = FORMATS[tensor.format].ggml, tensor.arranged(FILE).blocks
+            if number < 0:
+                raise ValueError(f"gguf.write: {name} must be of a type that GGUF has, got {tensor.format}")
         elif isinstance(tensor, Tensor) and tensor.dtype in numbers:
             number, rows = numbers[tensor.dtype], tensor.detach()
         else:

@@ -303,13 +303,13 @@ def sweep(cases: Iterable[Case], targets: Iterable[tuple[str, str]], seed: int) 
 
 
 def _grouped_in_blocks(spec: str, name: str, why: str) -> Case:
-    K = 512 if FORMATS[format_in(spec)].values == 256 else 416
+    K = {32: 416, 128: 384, 256: 512}[FORMATS[format_in(spec)].values]
     grouped = make.grouped_linear(5, 3, 52, K, 2, True, False, blocks=spec, bias=True)
     return Case("grouped_linear", name, why, grouped, specs=(spec,))
 
 
 def _linear_in_blocks(spec: str, T: int) -> Case:
-    K = 512 if FORMATS[format_in(spec)].values == 256 else 416
+    K = {32: 416, 128: 384, 256: 512}[FORMATS[format_in(spec)].values]
     name = f"{spec.lower().replace(':', '_')}_{'one' if T == 1 else 'few'}"
     linear = make.linear(T, K, (52, spec), bias=T > 1, residual=T == 1)
     return Case("linear", name, f"{spec}, T={T}", linear, gradients=T > 1, specs=(spec,))

@@ -19,6 +19,8 @@ def random_blocks(spec: str, shape: tuple[int, ...], rng: torch.Generator, rms: 
     form = FORMATS[name]
     rows = (*shape[:-1], form.row_bytes(shape[-1]))
     blocks = torch.randint(256, rows, generator=rng, dtype=torch.uint8).view(-1, form.nbytes)
+    if name == "FP8":  # no code of not-a-number, which would be all that a product is
+        blocks[blocks & 0x7F == 0x7F] ^= 1
     spread = torch.rand((len(blocks), 1), generator=rng) * 1.5 + 0.5
     _set_scale(blocks, form, torch.ones_like(spread))
     unit = float(unpack(blocks, name).double().square().mean().sqrt()) if len(blocks) else 1.0
@@ -29,6 +31,8 @@ def random_blocks(spec: str, shape: tuple[int, ...], rng: torch.Generator, rms: 
 
 
 def _set_scale(blocks: Tensor, form: Format, scale: Tensor) -> None:
+    if form.name == "FP8":
+        blocks[:, :4] = scale.view(torch.uint8).view(-1, 4)
     if form.name == "MXFP4":
         blocks[:, :1] = (scale.log2().round() + 128).to(torch.uint8)
     for place, factor in zip(form.scales, (1.0, _SECOND.get(form.name, 0.0)), strict=False):
