@@ -179,7 +179,7 @@ def from_released_fp8(
         joined = QuantTensor(torch.cat(blocks, -2), "FP8")
         return joined.arranged(wanted(joined.blocks))
     if K % FORMATS["FP8"].values == 0:
-        return from_fp8(weight, scale)
+        return from_fp8(weight, scale, None if block is None else (block[0], block[1]))
     wide = scale.float()
     if block is not None and scale.dim() == weight.dim():
         wide = wide.repeat_interleave(block[0], -2)[..., :N, :].repeat_interleave(block[1], -1)[..., :K]
