@@ -76,7 +76,7 @@ def save_fp8(model: PreTrainedModel, folder: Path, scale_type: torch.dtype = tor
         rows, columns = value.shape
         padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
         padded[:rows, :columns] = value
-        made = quantize._quantize_one(name, padded)
+        made = quantize.convert({name: [padded]})
         scale = made[f"{name}_scale_inv"]
         if scale_type == torch.float8_e8m0fnu:  # powers of two, and the numbers to go with them
             scale = scale.log2().ceil().exp2()

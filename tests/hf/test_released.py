@@ -21,6 +21,8 @@ from moefuse.testing.compare import difference
 
 # Blocks of MXFP4 have activations rounded to 8 bits; those of FP8 are multiplied as they are.
 TOLERANCE = {"FP8": 1e-5, "MXFP4": 1.5e-2}
+#: in older releases transformers loses the scales of FP8 experts when it dequantises
+OLD = Version(transformers.__version__) < Version("5.22")
 RELEASED = {"deepseek_v3": ("FP8", save_fp8), "qwen3_moe": ("FP8", save_fp8), "gpt_oss": ("MXFP4", save_mxfp4)}
 
 
@@ -46,7 +48,10 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
 def test_gives_transformers_own_logits(family: str, tmp_path: Path) -> None:
     form, save = RELEASED[family]
     save(tiny(family), tmp_path)
-    theirs, ours, ids = load(tmp_path, "eager"), load(tmp_path), tokens()
+    if form == "FP8":
+        save_numbers(tmp_path, tmp_path / "numbers")
+    known = tmp_path / "numbers" if OLD and form == "FP8" else tmp_path
+    theirs, ours, ids = load(known, "eager"), load(tmp_path), tokens()
     want = logits(theirs, ids)
     assert want.std() > 0.03
     assert not any(isinstance(module, (BlockExperts, QuantLinear)) for module in theirs.modules()), "left to it"
@@ -87,6 +92,7 @@ def test_scales_of_any_type_and_ragged_rows(tmp_path: Path, scale_type: torch.dt
     assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
 
 
+@pytest.mark.skipif(OLD, reason="transformers' own loses scales")
 def test_bfloat16(tmp_path: Path) -> None:
     """As models run: the type of activations, routers and norms is the checkpoint's."""
     save_fp8(tiny("qwen3_moe").bfloat16(), tmp_path)
@@ -97,6 +103,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 13)
 
 
+@pytest.mark.skipif(OLD, reason="transformers' own loses scales")
 def test_other_implementations_are_left_to_transformers(tmp_path: Path) -> None:
     save_fp8(tiny("qwen3_moe"), tmp_path)
     stock = load(tmp_path, "grouped_mm")
@@ -195,7 +202,7 @@ def test_scales_per_matrix(rng: torch.Generator) -> None:
     assert torch.equal(narrow, weight[0, :, :96].float() / 2)
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="FP4 experts came later")
+@pytest.mark.skipif(OLD, reason="FP4 experts came later")
 def test_deepseek_v4s_fp4(tmp_path: Path) -> None:
     """Two numbers in a byte and a scale for 32, under the names that FP8 has."""
     save_fp8(tiny("qwen3_moe"), tmp_path, torch.float8_e8m0fnu)
