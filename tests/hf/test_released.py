@@ -79,7 +79,7 @@ def test_gives_transformers_own_logits(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_scales_of_any_type_and_ragged_rows(tmp_path: Path, scale_type: torch.dtype) -> None:
-    """136 rows of kv_a_proj have two rows of scales, 160 of each half of gate_up as well; 160 columns of down no block."""
+    """136 rows of kv_a_proj have two rows of scales, each half of gate_up as well; 160 columns of down fit no block."""
     save_fp8(tiny("deepseek_v3", qk_rope_head_dim=8, moe_intermediate_size=160), tmp_path / "fp8", scale_type)
     if scale_type == torch.float8_e8m0fnu:
         told = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}

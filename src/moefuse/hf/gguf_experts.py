@@ -99,7 +99,8 @@ class BlockExperts(BlockModule):
 
     def stacks(self) -> Stacks:
         """What the ops compute with."""
-        return Stacks(*map(self.stack, _STACKS), self._buffers["gate_up_bias"], self._buffers["down_bias"])
+        gate_up, up, down = map(self.stack, _STACKS)
+        return Stacks(gate_up, up, down, self._buffers["gate_up_bias"], self._buffers["down_bias"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""

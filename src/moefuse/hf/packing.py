@@ -135,7 +135,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, lay_out: Callable[[Tensor], Tenso
     if codes.dim() == 3:
         if codes.shape[2] % 16:
             raise ValueError(f"MXFP4: a row must be a multiple of 32 values, got {2 * codes.shape[2]}")
-        codes = codes.unflatten(2, (-1, 16))
+        codes = codes.reshape(*codes.shape[:2], -1, 16)
     if codes.dim() != 4 or codes.shape[3] != 16 or scales.shape != codes.shape[:3]:
         shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
         raise ValueError(f"MXFP4: blocks must be [E, N, K / 32, 16] and scales [E, N, K / 32], got {shapes}")

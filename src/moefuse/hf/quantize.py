@@ -144,7 +144,7 @@ def _stacks(module: Any) -> dict[str, Weight]:
 def _type_of(model: Any, module: Any) -> torch.dtype:
     """Of a module's numbers."""
     kinds = [stack.dtype for stack in _stacks(module).values() if isinstance(stack, Tensor)]
-    return kinds[0] if kinds else model.get_input_embeddings().weight.dtype  # type: ignore[no-any-return]
+    return kinds[0] if kinds else model.get_input_embeddings().weight.dtype
 
 
 def _refuse_other_tensors(path: str, module: Any) -> None:

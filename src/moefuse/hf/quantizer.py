@@ -44,7 +44,7 @@ from moefuse.quant.formats import format_of
 from moefuse.quant.tensor import format_in, in_file_order, wrap
 from moefuse.types import Weight
 
-_log: Any = logging.get_logger(__name__)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+_log: Any = logging.get_logger(__name__)
 # Bytes that arrive before the pages of their files are given back, and Linux's number for that.
 _OFTEN, _PAGEOUT = 2**26, 21
 
@@ -52,7 +52,7 @@ _OFTEN, _PAGEOUT = 2**26, 21
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
-class MoefuseConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
+class MoefuseConfig(QuantizationConfigMixin):
     """Experts in blocks, for ``from_pretrained(path, quantization_config=MoefuseConfig("Q4_K"))``.
 
     Each stack is quantised as it arrives, so that the model is never whole in memory as numbers.
@@ -72,7 +72,7 @@ class MoefuseConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         modules: Mapping[str, Mapping[str, str]] | None = None,
         **_: Any,
     ) -> None:
-        self.quant_method = NAME
+        self.quant_method: Any = NAME  # transformers has an enumeration of its own
         self.format, self.rules, self.exact = format, dict(rules or {}), exact
         self.modules = {path: dict(specs) for path, specs in (modules or {}).items()}
         if not self.modules:
@@ -94,8 +94,8 @@ class _Files:
             return
         self.bytes = 0
         for line in maps.read_text().splitlines():
-            span, *rest = line.split(maxsplit=5)
-            if rest[-1] in self.paths:
+            span, *_, file = line.split(maxsplit=5)
+            if file in self.paths:
                 start, stop = (int(end, 16) for end in span.split("-"))
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _PAGEOUT)
 
@@ -163,7 +163,7 @@ class Arriving(nn.Module):
         return [name for name in waiting if name not in self.arrived]
 
 
-class MoefuseQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
+class MoefuseQuantizer(HfQuantizer):
     """What transformers asks when a model is loaded or saved."""
 
     quantization_config: MoefuseConfig
@@ -181,7 +181,7 @@ class MoefuseQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers is un
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         return mark(model)
 
-    def _dequantize(self, model: Any, **_: Any) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:  # noqa: ARG002  # it has the type it was loaded with
         dequantize(model)
         return model
 
@@ -332,10 +332,10 @@ class ReleasedMXFP4(_Released, Mxfp4HfQuantizer):  # type: ignore[misc]  # trans
             _await_mxfp4(model, path, stock, files)
 
     def get_load_operations(self) -> Any:
-        return {} if self.taken else super().get_load_operations()
+        return {} if self.taken else super().get_load_operations()  # type: ignore[no-untyped-call]
 
     def get_weight_conversions(self) -> Any:
-        return [] if self.taken else super().get_weight_conversions()
+        return [] if self.taken else super().get_weight_conversions()  # type: ignore[no-untyped-call]
 
 
 def _await_mxfp4(model: Any, path: str, stock: Any, files: _Files) -> None:
@@ -354,7 +354,8 @@ def _await_mxfp4(model: Any, path: str, stock: Any, files: _Files) -> None:
             (bias,) = parts.values()
             return in_our_layout(stock, name, bias)
         with _about(f"{path}.{names[name]}"):
-            made = from_mxfp4(*parts.values(), functools.partial(in_halves, stock, name))
+            blocks, scales = parts.values()
+            made = from_mxfp4(blocks, scales, functools.partial(in_halves, stock, name))
             if made.shape != shapes[name]:
                 raise ValueError(f"the model has {list(shapes[name])}, got {list(made.shape)}")
         return made
@@ -362,7 +363,7 @@ def _await_mxfp4(model: Any, path: str, stock: Any, files: _Files) -> None:
     Arriving(model, path, groups, make, _finish_experts(stock), files)
 
 
-class ReleasedFP8(_Released, FineGrainedFP8HfQuantizer):  # type: ignore[misc]  # transformers is untyped
+class ReleasedFP8(_Released, FineGrainedFP8HfQuantizer):
     """DeepSeek-V3, Qwen3 and others as they are released in FP8; linear layers stay in it, too."""
 
     def _takes(self, model: Any) -> bool:
