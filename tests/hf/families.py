@@ -148,12 +148,13 @@ def scale_by_fan_in(model: nn.Module) -> None:
                 value.copy_(0.1 * torch.randn(value.shape))
 
 
-def tiny_model(family: str) -> PreTrainedModel:
+def tiny_model(family: str, **sizes: object) -> PreTrainedModel:
+    """``sizes`` are put before those of all."""
     experts = families()[family]
     reasons = []
     for model_class in _model_classes(family):
         try:
-            config = tiny_config(_config_class(model_class), CHANGES.get(family, {}))
+            config = tiny_config(_config_class(model_class), sizes | CHANGES.get(family, {}))
             with torch.device("meta"):
                 size = sum(value.numel() for value in model_class(copy.deepcopy(config)).parameters())
             if size > 3_000_000:

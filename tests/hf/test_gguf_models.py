@@ -116,11 +116,11 @@ def test_experts_are_views_of_the_file(tmp_path: Path) -> None:
     file = read(tmp_path / "model.gguf")
     module = model.model.layers[1].mlp.experts
     assert isinstance(module, BlockExperts)
-    assert module.specs == {"gate_proj": "Q4_K", "up_proj": "Q5_K", "down_proj": "Q6_K"}
+    assert module.specs == {"gate_up": "Q4_K", "up": "Q5_K", "down": "Q6_K"}
     assert torch.equal(module.down_proj, file["blk.1.ffn_down_exps.weight"].blocks)
     stored = module.down_proj.untyped_storage()
     assert stored.nbytes() == file.nbytes, "a view of the whole map"
-    assert "down_proj=Q6_K" in repr(module)
+    assert "down=Q6_K" in repr(module)
     assert moefuse.hf.supports(model)
 
 
@@ -299,7 +299,7 @@ def test_autocast_and_mixed_stacks(tmp_path: Path) -> None:
     make(KINDS["olmoe"], tmp_path / "model.gguf")
     model, _ = load(tmp_path / "model.gguf", dtype=torch.bfloat16)
     module = model.model.layers[0].mlp.experts
-    assert set(module.specs) == {"gate_proj", "down_proj"}
+    assert set(module.specs) == {"gate_up", "down"}
     rows, ids, weights = torch.randn(3, 256), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
     assert module(rows, ids, weights).dtype == torch.float32
     assert module(rows.bfloat16(), ids, weights).dtype == torch.bfloat16

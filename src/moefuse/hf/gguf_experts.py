@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.nn.lora import ExpertsLoRA
 from moefuse.nn.quantized import BlockModule, QuantEmbedding, QuantLinear, QuantModule
 from moefuse.nn.shared import stack_arguments
+from moefuse.ops.composed import composed
 from moefuse.ops.experts import experts
+from moefuse.ops.plan import plan
 from moefuse.quant.tensor import QuantTensor, wrap
-from moefuse.types import Activation, Stacks, Weight
+from moefuse.types import Activation, Stacks, Tail, Weight
 
-#: a tensor's name in `moefuse.nn.MoE` -> its name in a transformers module
-_STOCK_NAMES = {
-    "gate_up": "gate_up_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-    "gate_up_bias": "gate_up_proj_bias",
-    "down_bias": "down_proj_bias",
-}
+#: what it may hold, by the names of `moefuse.nn.MoE`; no converter of transformers' checkpoints knows them
+_STACKS = ("gate_up", "up", "down")
+_TENSORS = (*_STACKS, "gate_up_bias", "down_bias")
 
 
 class BlockExperts(BlockModule):
@@ -30,15 +28,19 @@ class BlockExperts(BlockModule):
     Stacks are buffers: bytes where they are in blocks, so that ``to`` moves them and leaves their type alone. They have
     one layout for every family: rows along the input, gate before up or apart from it.
 
+    ``lora`` is set by `moefuse.nn.add_lora`.
+
     Args:
-        stock: the module it stands for; only its sizes and layout are kept, so it may be on the meta device.
+        stock: the module it stands for; only its sizes, layout and norm are kept, so it may be on the meta device.
         activation: what stands between the products.
         tensors: as `moefuse.nn.from_gguf.read_experts` returns them.
         dtype: of the model; of every tensor that is not in blocks.
-        exact: keep activations in float32, see `QuantTensor`.
+        exact: keep activations in float32, see `QuantTensor`; None: as each stack says.
     """
 
-    has_gate, is_transposed, is_concatenated = True, False, True
+    is_transposed, is_concatenated = False, True
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def __init__(
         self,
@@ -46,75 +48,105 @@ class BlockExperts(BlockModule):
         activation: Activation,
         tensors: Mapping[str, Tensor | QuantTensor],
         dtype: torch.dtype,
-        exact: bool = False,
+        exact: bool | None = None,
     ) -> None:
         super().__init__()
         self._stock = (stock,)  # in a tuple it is no submodule
         self.config, self.activation = stock.config, activation
         self.num_experts = tensors["down"].shape[0]
-        self.has_bias = "down_bias" in tensors
+        self.has_gate, self.has_bias = activation.gated, "down_bias" in tensors
+        self.has_post_expert_norm = getattr(stock, "has_post_expert_norm", False)
+        if self.has_post_expert_norm:
+            self.post_expert_norm = stock.post_expert_norm
+        self.lora: ExpertsLoRA | None = None
         self.specs = {}
         self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
-        for name, value in tensors.items():
-            kept = "gate_proj" if name == "gate_up" and "up" in tensors else _STOCK_NAMES[name]
+        for name in _TENSORS:
+            value = tensors.get(name)
             if isinstance(value, QuantTensor):
-                self._hold(kept, value.exactly(exact))
+                self._hold(name, value if exact is None else value.exactly(exact))
             else:
-                self.register_buffer(kept, value.to(dtype))
+                self.register_buffer(name, None if value is None else value.detach().to(dtype))
 
-    def _stack(self, name: str) -> Any:
+    @property
+    def stock(self) -> Any:
+        """The module it stands for, without its weights."""
+        (stock,) = self._stock
+        return stock
+
+    def stack(self, name: str) -> Any:
+        """A weight, in its blocks where it has them; None where there is none."""
         stack, kept = self._buffers[name], self._kept.get(name)
         compiling = torch.compiler.is_compiling()  # a graph is to know the stack as a buffer
         if kept is not None and kept.blocks is stack and not compiling:
             return kept
-        assert stack is not None
+        if stack is None:
+            return None
         made = wrap(stack, self.specs.get(name))
         if isinstance(made, QuantTensor) and not compiling:
             self._kept[name] = made
         return made
 
+    @property
+    def gate_up_proj(self) -> Tensor:
+        """As transformers names it, for those who look whether it is there."""
+        return self._buffers["gate_up"]  # type: ignore[return-value]  # there is always one
+
+    @property
+    def down_proj(self) -> Tensor:
+        """Likewise; sizes are read off it."""
+        return self._buffers["down"]  # type: ignore[return-value]  # there is always one
+
     def stacks(self) -> Stacks:
         """What the ops compute with."""
-        down = self._stack("down_proj")
-        biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
-        if "up_proj" in self._buffers:
-            return Stacks(self._stack("gate_proj"), self._stack("up_proj"), down, *biases)
-        return Stacks(self._stack("gate_up_proj"), None, down, *biases)
+        gate_up, up, down = map(self.stack, _STACKS)
+        return Stacks(gate_up, up, down, self._buffers["gate_up_bias"], self._buffers["down_bias"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""
         # Under autocast the rows may be wider or narrower than numbers among the stacks, which decide.
         x = hidden_states if self.takes(hidden_states.dtype) else hidden_states.to(self._plain_type())
-        out: Any = experts(x, top_k_index, top_k_weights, activation=self.activation, **stack_arguments(self.stacks()))
-        return out.to(hidden_states.dtype)  # type: ignore[no-any-return]  # no norm_weight: one tensor
+        stacks = self.stacks()
+        out: Any  # no norm_weight is given: one tensor
+        if self.lora is not None or self.has_post_expert_norm:
+            order, norm = plan(top_k_index, self.num_experts), self._modules.get("post_expert_norm")
+            out = composed(
+                x, top_k_index, top_k_weights, stacks, order, self.activation, Tail(), adapters=self.lora, after=norm
+            )
+        else:
+            out = experts(x, top_k_index, top_k_weights, activation=self.activation, **stack_arguments(stacks))
+        return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
 
     def _plain_type(self) -> torch.dtype | None:
         """Of the stacks that are numbers in the file, too."""
-        stacks = (name for name in self._buffers if name.endswith("_proj") and name not in self.specs)
-        return next((getattr(self, name).dtype for name in stacks), None)
+        plain = (self._buffers[name] for name in _STACKS if name not in self.specs)
+        return next((stack.dtype for stack in plain if stack is not None), None)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether rows of this type need no conversion."""
         return self._plain_type() in (None, dtype)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
-        """The module it stands for, with numbers."""
-        (stock,) = self._stock
-        stacks = self.stacks()
-        gate_up, up, down = (_numbers(stack, dtype) for stack in (stacks.gate_up, stacks.up, stacks.down))
+        """The module it stands for, with numbers; adapters are folded in before anything is rounded to ``dtype``."""
+        stock, stacks = self.stock, self.stacks()
+        exactly = dtype if self.lora is None else torch.float32
+        gate_up, up, down = (_numbers(stack, exactly) for stack in (stacks.gate_up, stacks.up, stacks.down))
         whole = gate_up if up is None else torch.cat((gate_up, up), 1)
-        values = {"gate_up_proj": _in_stock_order(whole, stock), "down_proj": down}
+        if self.lora is not None:
+            self.lora.fold_into((whole,), down)
+        name = "gate_up_proj" if self.has_gate else "up_proj"
+        values = {name: _in_stock_order(whole.to(dtype), stock), "down_proj": down.to(dtype)}
         if stock.is_transposed:
             values = {name: value.transpose(1, 2).contiguous() for name, value in values.items()}
-        if stacks.gate_up_bias is not None and stacks.down_bias is not None:
-            values["gate_up_proj_bias"] = _in_stock_order(stacks.gate_up_bias, stock)
-            values["down_proj_bias"] = stacks.down_bias
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            values[f"{name}_bias"] = _in_stock_order(self.gate_up_bias, stock)
+            values["down_proj_bias"] = self.down_bias
         for name, value in values.items():
             setattr(stock, name, nn.Parameter(value, requires_grad=False))
         return stock.train(self.training)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        E, H, I = self._stack("down_proj").shape
+        E, H, I = self.stack("down").shape
         formats = "".join(f", {name}={spec}" for name, spec in self.specs.items())
         return f"experts={E}, hidden={H}, intermediate={I}{formats}, activation={self.activation.kind}"
 
@@ -195,7 +227,7 @@ def refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def dequantize(model: Any) -> None:
-    """Give a model of `from_gguf` its own modules back, with numbers instead of blocks, in place.
+    """Give a model in blocks its own modules back, with numbers instead of blocks, in place.
 
     That takes the memory of the whole model in its type. It is for what computes with numbers only: transformers' own
     implementations, ``save_pretrained``, training of experts.
@@ -210,3 +242,6 @@ def dequantize(model: Any) -> None:
         model.set_submodule(path, matrix.dequantized())
     model.tie_weights()
     vars(model).pop("save_pretrained", None)
+    quantizer = vars(model).get("hf_quantizer")
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)

@@ -140,7 +140,10 @@ def may_fuse(layer: Any, fused: Fused, hidden_states: Tensor) -> bool:
     if not are_bare(fused.parts):
         return False
     module, dtype = layer.experts, hidden_states.dtype
-    fits = module.takes(dtype) if isinstance(module, BlockExperts) else dtype == module.down_proj.dtype
+    if isinstance(module, BlockExperts):
+        fits = module.takes(dtype) and module.lora is None
+    else:
+        fits = dtype == module.down_proj.dtype
     return fits and dtype != torch.float64
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moefuse.ops._core.checks import check_count
 from moefuse.ops.grouped_linear import grouped_linear
-from moefuse.types import Plan
+from moefuse.types import Activation, Plan
 
-if TYPE_CHECKING:
-    from moefuse.nn.moe import MoE
+
+class Adaptable(Protocol):
+    """A module of experts that takes adapters: `moefuse.nn.MoE`, `moefuse.hf.BlockExperts`."""
+
+    activation: Activation
+    specs: dict[str, str]
+    lora: ExpertsLoRA | None
+
+    def stack(self, name: str) -> Any:
+        """A weight, in its blocks where it has them."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Of all its parameters."""
 
 
 class ExpertsLoRA(nn.Module):
@@ -24,16 +36,19 @@ class ExpertsLoRA(nn.Module):
     Attach with `add_lora`.
     """
 
-    def __init__(self, block: MoE, rank: int, alpha: float) -> None:
+    def __init__(self, block: Adaptable, rank: int, alpha: float) -> None:
         super().__init__()
         E, H, I = block.stack("down").shape
         rows = block.activation.width(I)
         self.rank, self.scale = rank, alpha / rank
-        zeros = block.router.new_zeros
-        self.gate_up_a = nn.Parameter(zeros(E, rank, H))
-        self.gate_up_b = nn.Parameter(zeros(E, rows, rank))
-        self.down_a = nn.Parameter(zeros(E, rank, I))
-        self.down_b = nn.Parameter(zeros(E, H, rank))
+        router = getattr(block, "router", None)  # experts alone have none, and adapters in float32
+
+        def zeros(*shape: int) -> nn.Parameter:
+            dtype = torch.float32 if router is None else router.dtype
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=block.stack("down").device))
+
+        self.gate_up_a, self.gate_up_b = zeros(E, rank, H), zeros(E, rows, rank)
+        self.down_a, self.down_b = zeros(E, rank, I), zeros(E, H, rank)
         for a in (self.gate_up_a, self.down_a):
             nn.init.normal_(a, std=a.shape[-1] ** -0.5)
 
@@ -49,15 +64,24 @@ class ExpertsLoRA(nn.Module):
         added = grouped_linear(inner, self.down_b.to(hidden.dtype), plan, gather=False, scatter=True, backend=backend)
         return self.scale * added
 
+    @torch.no_grad()
+    def fold_into(self, gate_up: Sequence[Tensor], down: Tensor) -> None:
+        """Add the adapters to stacks of numbers, one expert's delta at a time; gate and up may come apart."""
+        rows = self.gate_up_b.chunk(len(gate_up), 1)
+        pairs = [(weight, self.gate_up_a, b) for weight, b in zip(gate_up, rows, strict=True)]
+        for weight, a, b in (*pairs, (down, self.down_a, self.down_b)):
+            for e in range(weight.shape[0]):
+                weight[e].copy_(weight[e].float() + self.scale * (b[e].float() @ a[e].float()))
+
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale:g}"
 
 
-def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoRA:
+def add_lora(block: Adaptable, rank: int, *, alpha: float | None = None) -> ExpertsLoRA:
     """Freeze ``block`` and give its experts adapters of ``rank``; only they have gradients then.
 
     Args:
-        block: a `moefuse.nn.MoE`.
+        block: a `moefuse.nn.MoE`, or the experts of a transformers model in blocks, `moefuse.hf.BlockExperts`.
         rank: of every adapter.
         alpha: the adapters' sum is scaled by ``alpha / rank``; by default ``2 * rank``.
 
@@ -84,9 +108,10 @@ def add_lora(block: MoE, rank: int, *, alpha: float | None = None) -> ExpertsLoR
     return block.lora
 
 
-@torch.no_grad()
-def merge_lora(block: MoE) -> None:
+def merge_lora(block: Adaptable) -> None:
     """Fold the adapters into the experts' float weights and remove them; one expert's delta at a time.
+
+    Experts in blocks are refused: rounding to their format would lose most of a delta, and nobody would see it.
 
     >>> from moefuse import Routing
     >>> from moefuse.nn import MoE
@@ -100,11 +125,10 @@ def merge_lora(block: MoE) -> None:
     if lora is None:
         raise ValueError("merge_lora: the layer has no adapters; add_lora gives it some")
     if block.specs:
-        raise ValueError("merge_lora: experts in blocks cannot take a delta; keep the adapters beside them")
-    first = (block.gate_up,) if block.up is None else (block.gate_up, block.up)
-    pairs = [(weight, lora.gate_up_a, b) for weight, b in zip(first, lora.gate_up_b.chunk(len(first), 1), strict=True)]
-    for weight, a, b in (*pairs, (block.down, lora.down_a, lora.down_b)):
-        for e in range(weight.shape[0]):
-            delta = lora.scale * (b[e].float() @ a[e].float())
-            weight[e].copy_(weight[e].float() + delta)
+        raise ValueError(
+            "merge_lora: experts in blocks cannot take a delta; keep the adapters beside them, or turn a transformers "
+            "model into numbers with moefuse.hf.dequantize, which folds them in"
+        )
+    gate_up, up = block.stack("gate_up"), block.stack("up")
+    lora.fold_into((gate_up,) if up is None else (gate_up, up), block.stack("down"))
     block.lora = None

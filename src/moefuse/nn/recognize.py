@@ -63,7 +63,8 @@ def _recognize_step(
     act_fn = getattr(owner, "act_fn", None)
     if isinstance(act_fn, nn.Module) and any(True for _ in itertools.chain(act_fn.parameters(), act_fn.buffers())):
         return None  # a learned activation has no fixed rule
-    line = torch.cat((torch.linspace(-20, 20, 161), torch.tensor([-1e4, -100.0, 100.0, 1e4])))
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # a model may be asked while it is made empty
+    line = torch.cat((torch.linspace(-20, 20, 161, **options), torch.tensor([-1e4, -100.0, 100.0, 1e4], **options)))
     if gated:
         gate, up = (value.reshape(-1, 3) for value in torch.meshgrid(line, line[::5], indexing="ij"))
         probe = torch.cat((gate, up), -1) if layout == "halves" else torch.stack((gate, up), -1).flatten(-2)
@@ -72,7 +73,7 @@ def _recognize_step(
         probe = line.unsqueeze(0)
         size = probe.abs()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             got = step(probe.clone())
     except Exception:  # whatever stops it on a plain float32 tensor, it is not a rule of ours
         return None

@@ -1,0 +1,222 @@
+"""FP8 and MXFP4 as they are released stay packed and give transformers' own dequantised logits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from released_files import change_config, save_fp8, save_mxfp4, save_numbers, tiny, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+import moefuse.hf
+from moefuse.hf import BlockExperts
+from moefuse.hf.packing import from_mxfp4, from_released_fp8
+from moefuse.nn import QuantLinear
+from moefuse.testing.compare import difference
+
+# Blocks of MXFP4 have activations rounded to 8 bits; those of FP8 are multiplied as they are.
+TOLERANCE = {"FP8": 1e-5, "MXFP4": 1.5e-2}
+#: in older releases transformers loses the scales of FP8 experts when it dequantises
+OLD = Version(transformers.__version__) < Version("5.22")
+RELEASED = {"deepseek_v3": ("FP8", save_fp8), "qwen3_moe": ("FP8", save_fp8), "gpt_oss": ("MXFP4", save_mxfp4)}
+
+
+def load(folder: Path, implementation: str = "moefuse") -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation=implementation, local_files_only=True
+    )
+    return model if implementation == "moefuse" else model.float()
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    """All but a row or two: a router may stand between two experts by less than activations are rounded."""
+    errors = (got.double() - want.double()).flatten(0, -2).norm(dim=-1) / want.double().flatten(0, -2).norm(dim=-1)
+    return float(errors.quantile(0.85)) < tolerance
+
+
+@pytest.mark.parametrize("family", RELEASED)
+def test_gives_transformers_own_logits(family: str, tmp_path: Path) -> None:
+    form, save = RELEASED[family]
+    save(tiny(family), tmp_path)
+    if form == "FP8":
+        save_numbers(tmp_path, tmp_path / "numbers")
+    known = tmp_path / "numbers" if OLD and form == "FP8" else tmp_path
+    theirs, ours, ids = load(known, "eager"), load(tmp_path), tokens()
+    want = logits(theirs, ids)
+    assert want.std() > 0.03
+    assert not any(isinstance(module, (BlockExperts, QuantLinear)) for module in theirs.modules()), "left to it"
+    experts = [module for module in ours.modules() if isinstance(module, BlockExperts)]
+    assert experts
+    assert all(set(module.specs.values()) == {form} for module in experts)
+    assert any(isinstance(module, QuantLinear) for module in ours.modules()) == (form == "FP8")
+    assert close(logits(ours, ids), want, TOLERANCE[form])
+    assert moefuse.hf.supports(ours)
+    assert moefuse.hf.patch(ours).patched
+    assert close(logits(ours, ids), want, TOLERANCE[form])
+    moefuse.hf.unpatch(ours)
+    # Saved, it is a model of ours, and loads packed.
+    got = logits(ours, ids)
+    ours.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert torch.equal(logits(again, ids), got)
+    assert again.config.quantization_config.format == form
+    # Its numbers are transformers' own.
+    moefuse.hf.dequantize(again)
+    again.set_experts_implementation("eager")
+    assert difference(logits(again, ids), want.double()).worst < 1e-6
+    assert getattr(again.config, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_of_any_type_and_ragged_rows(tmp_path: Path, scale_type: torch.dtype) -> None:
+    """136 rows of kv_a_proj have two rows of scales, each half of gate_up as well; 160 columns of down fit no block."""
+    save_fp8(tiny("deepseek_v3", qk_rope_head_dim=8, moe_intermediate_size=160), tmp_path / "fp8", scale_type)
+    if scale_type == torch.float8_e8m0fnu:
+        told = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+        change_config(tmp_path / "fp8", quantization_config=told)
+    save_numbers(tmp_path / "fp8", tmp_path / "numbers")
+    ours, ids = load(tmp_path / "fp8"), tokens()
+    (experts,) = (module for module in ours.modules() if isinstance(module, BlockExperts))
+    assert experts.specs == {"gate_up": "FP8"}
+    assert experts.down.dtype == torch.float32
+    assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
+
+
+@pytest.mark.skipif(OLD, reason="transformers' own loses scales")
+def test_bfloat16(tmp_path: Path) -> None:
+    """As models run: the type of activations, routers and norms is the checkpoint's."""
+    save_fp8(tiny("qwen3_moe").bfloat16(), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moefuse")
+    assert model.dtype == torch.bfloat16
+    stock, ids = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager"), tokens()
+    assert close(logits(model, ids), logits(stock, ids), 3e-2)
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 13)
+
+
+@pytest.mark.skipif(OLD, reason="transformers' own loses scales")
+def test_other_implementations_are_left_to_transformers(tmp_path: Path) -> None:
+    save_fp8(tiny("qwen3_moe"), tmp_path)
+    stock = load(tmp_path, "grouped_mm")
+    assert not any(isinstance(module, (BlockExperts, QuantLinear, FP8Linear)) for module in stock.modules())
+    named = {"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}
+    change_config(tmp_path, quantization_config=named)
+    numbers = load(tmp_path)
+    assert not any(isinstance(module, BlockExperts) for module in numbers.modules()), "numbers were asked for"
+    assert difference(logits(numbers, ids := tokens()), logits(stock, ids).double()).worst < 1e-5
+
+
+Damage = Callable[[dict[str, Tensor]], None]
+
+
+def _remove(name: str) -> Damage:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return damage
+
+
+def _cut(name: str) -> Damage:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][..., :-1].contiguous()
+
+    return damage
+
+
+def _spoil(name: str) -> Damage:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[0] = torch.nan
+
+    return damage
+
+
+_GATE, _Q = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.self_attn.q_proj.weight"
+DAMAGES = {
+    "mxfp4 without scales": ("gpt_oss", _remove(f"{_GATE}_scales"), f"must have {_GATE}_scales"),
+    "mxfp4 with fewer scales": ("gpt_oss", _cut(f"{_GATE}_scales"), f"{_GATE}: MXFP4: blocks must be"),
+    "mxfp4 with fewer bytes": ("gpt_oss", _cut(f"{_GATE}_blocks"), f"{_GATE}: MXFP4: blocks must be"),
+    "fp8 without scales": ("qwen3_moe", _remove(f"{_Q}_scale_inv"), f"must have {_Q}_scale_inv"),
+    "fp8 with fewer scales": ("qwen3_moe", _cut(f"{_Q}_scale_inv"), f"{_Q}: from_fp8: scale"),
+    "fp8 with fewer columns": ("qwen3_moe", _cut(_Q), f"{_Q}: the model has"),
+    "fp8 with scales that are no numbers": ("qwen3_moe", _spoil(f"{_Q}_scale_inv"), f"{_Q}: .* must be finite"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_scales_are_named(damage: str, tmp_path: Path) -> None:
+    family, change, message = DAMAGES[damage]
+    RELEASED[family][1](tiny(family), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message.replace(".", r"\.").replace(r"\.*", ".*")):
+        load(tmp_path)
+
+
+def test_an_experts_scales_cut_short(tmp_path: Path) -> None:
+    save_fp8(tiny("qwen3_moe"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for e in range(8):
+        _cut(f"model.layers.1.mlp.experts.{e}.down_proj.weight_scale_inv")(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: from_fp8: scale"):
+        load(tmp_path)
+
+
+def test_mxfp4_is_a_permutation(rng: torch.Generator) -> None:
+    """Against the formula, every nibble and exponents to both ends; and as DeepSeek-V4 has it."""
+    blocks = torch.randint(0, 256, (3, 4, 2, 16), dtype=torch.uint8, generator=rng)
+    scales = torch.randint(2, 250, (3, 4, 2), dtype=torch.uint8, generator=rng)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    table = torch.cat((table, -table))
+    numbers = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1).flatten(-2)
+    want = (numbers * 2.0 ** (scales.double()[..., None] - 127)).flatten(2)
+    assert torch.equal(from_mxfp4(blocks, scales).dequantize().double(), want.float().double())
+    packed, powers = blocks.flatten(2).view(torch.int8), (scales.float() - 127).exp2()
+    for kind in (scales.view(torch.float8_e8m0fnu), powers):
+        made = from_mxfp4(packed, kind)
+        assert torch.equal(made.blocks, from_mxfp4(blocks, scales).blocks)
+    with pytest.raises(ValueError, match="scales must be powers of two"):
+        from_mxfp4(packed, powers * 1.5)
+    with pytest.raises(ValueError, match="a row must be a multiple of 32 values, got 62"):
+        from_mxfp4(packed[..., :-1], powers)
+
+
+def test_scales_per_matrix(rng: torch.Generator) -> None:
+    weight = torch.randn(3, 8, 256, generator=rng).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2, 1, generator=rng)  # of gate and up, put together
+    want = weight.float() * scale.repeat_interleave(4, 1)
+    assert torch.equal(from_released_fp8(weight, scale, None, torch.float32, halves=True).dequantize(), want)
+    one = torch.tensor(0.5)
+    assert torch.equal(from_released_fp8(weight[0], one, None, torch.float32).dequantize(), weight[0].float() / 2)
+    narrow = from_released_fp8(weight[0, :, :96], one, None, torch.float32)
+    assert torch.equal(narrow, weight[0, :, :96].float() / 2)
+
+
+@pytest.mark.skipif(OLD, reason="FP4 experts came later")
+def test_deepseek_v4s_fp4(tmp_path: Path) -> None:
+    """Two numbers in a byte and a scale for 32, under the names that FP8 has."""
+    save_fp8(tiny("qwen3_moe"), tmp_path, torch.float8_e8m0fnu)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
+        N, K = tensors[name].shape
+        tensors[name] = torch.randint(-128, 128, (N, K // 2), dtype=torch.int8)
+        tensors[f"{name}_scale_inv"] = torch.randint(119, 123, (N, K // 32), dtype=torch.uint8).view(
+            torch.float8_e8m0fnu
+        )
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    change_config(tmp_path, quantization_config=told)
+    theirs, ours, ids = load(tmp_path, "eager"), load(tmp_path), tokens()
+    (experts, *_) = (module for module in ours.modules() if isinstance(module, BlockExperts))
+    assert experts.specs == {"gate_up": "MXFP4", "down": "MXFP4"}
+    assert close(logits(ours, ids), logits(theirs, ids), TOLERANCE["MXFP4"])
