@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -203,6 +204,24 @@ def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: to
     else:  # the wider side is the one that the copy engine brings
         tile = Tile(256, 128, 64, 8, 5, engine) if gather_x else Tile(128, 256, 64, 8, 5, engine)
     return _fitted(tile, itemsize, False, device)
+
+
+class OuterTile(NamedTuple):
+    """A tile of grouped_outer_hopper.py: columns of either operand, rows summed at a time, and stages of them."""
+
+    left: int
+    right: int
+    rows: int
+    stages: int
+
+
+#: over this many rows per expert Hopper takes grouped_outer_hopper.py's product
+OUTER_ROWS = 32
+
+
+def hopper_outer_tile() -> OuterTile:
+    """The tile of a weight gradient on Hopper."""
+    return OuterTile(128, 256, 64, 4)
 
 
 #: bytes of slot rows held at once where a backward or a training forward sums over slots
