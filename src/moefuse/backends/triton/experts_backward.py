@@ -190,7 +190,7 @@ def experts_backward(
     wanted: Wanted,
     reuse_z: bool,
 ) -> tuple[Tensor, ...]:
-    (T, _), (_, H, _), S, size = weights.shape, stacks.down.shape, plan.assignments, x.element_size()
+    (T, _), (_, H, I), S, size = weights.shape, stacks.down.shape, plan.assignments, x.element_size()
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     grads = {name: torch.empty(0, **like) for name in Wanted._fields}
 
@@ -216,7 +216,8 @@ def experts_backward(
             grads["gate_up_bias"] = _row_sum(d_z, None, plan, stacks.gate_up_bias)
         if wanted.x:
             grads["x"] = d_x = torch.empty((T, H), **like)
-            width = slot_columns(S, H, size)
+            # the hidden rows that were there before leave room for d_x, and for slot rows in the rest
+            width = slot_columns(S, H, size, (S * I - T * H) * size)
             both = (stacks.gate_up,) if stacks.up is None else (stacks.gate_up, stacks.up)
             for first in range(0, H, width):
                 y = torch.empty((S, min(width, H - first)), **like)

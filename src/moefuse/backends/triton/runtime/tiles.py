@@ -230,7 +230,7 @@ def hopper_outer_tile() -> OuterTile:
 SLOT_BYTES = 80 << 20
 
 
-def slot_columns(S: int, H: int, itemsize: int) -> int:
-    """How many of H columns of slot rows are made at a time."""
-    fit = SLOT_BYTES // max(1, S * itemsize)
+def slot_columns(S: int, H: int, itemsize: int, free: int = 0) -> int:
+    """How many of H columns of slot rows are made at a time; ``free``: bytes that were held before and are not now."""
+    fit = max(SLOT_BYTES, free) // max(1, S * itemsize)
     return H if fit >= H else max(256, fit // 256 * 256)
