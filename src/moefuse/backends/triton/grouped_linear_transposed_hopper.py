@@ -183,8 +183,8 @@ def _finish(acc, stagings, out_ptr, out_desc, place, FORM: gl.constexpr, WARPGRO
         tma.store_wait(1)
         piece = stagings.index(2 * WARPGROUP + column // 64 % 2)
         piece.store(acc.to(piece.dtype))
+        fence_async_shared()
         if stop - first >= 64:
-            fence_async_shared()
             store_tile(out_desc, [first, column], piece)
         else:
             _store_rows(piece, out_ptr, first, stop, column, FORM.n, FORM.n)
@@ -246,8 +246,8 @@ def _derive(
                 of_up.store((g * by_up).to(of_up.dtype))
             if FORM.hidden:
                 of_hidden.store((h * weight).to(of_hidden.dtype))
+            fence_async_shared()
             if stop - first >= 64:
-                fence_async_shared()
                 if FORM.d_z:
                     store_tile(d_z_desc, [first, column], of_gate)
                     store_tile(d_z_desc, [first, FORM.n + column], of_up)

@@ -177,13 +177,37 @@ def _store(acc, stagings, out_desc, place, TURNED: gl.constexpr, WARPGROUP: gl.c
 
 
 @gluon.jit
+def _add(acc, left, right, first: gl.constexpr, ROWS: gl.constexpr, use_acc):
+    """The product of ROWS rows of a stage added to acc: 64 columns of left from ``first`` on, all of right."""
+    a = left.slice(first, 64, dim=1)
+    if left.shape[0] > ROWS:
+        a = a.slice(0, ROWS, dim=0)
+        right = right.slice(0, ROWS, dim=0)
+    return warpgroup_mma(a.permute([1, 0]), right, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _add_last(acc, second, left, right, use_acc, FORM: gl.constexpr, ROWS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Likewise for all of the warpgroup's columns, and waited for."""
+    FIRST: gl.constexpr = FORM.left_width // 2 * WARPGROUP
+    acc = _add(acc, left, right, FIRST, ROWS, use_acc)
+    if FORM.left_width == 256:
+        second = _add(second, left, right, FIRST + 64, ROWS, use_acc)
+        acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, second
+
+
+@gluon.jit
 def _consume(rings, stagings, out_desc, offsets_ptr, total, FORM: gl.constexpr, WARPGROUP: gl.constexpr):
     """One warpgroup's half of every tile."""
     left_ring, right_ring, full, empty = rings
     ROWS: gl.constexpr = FORM.rows
     STAGES: gl.constexpr = FORM.stages
     WIDTH: gl.constexpr = FORM.right_width
-    PARTS: gl.constexpr = FORM.left_width // 128
+    FIRST: gl.constexpr = FORM.left_width // 2 * WARPGROUP
+    TWO: gl.constexpr = FORM.left_width == 256
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -191,36 +215,41 @@ def _consume(rings, stagings, out_desc, offsets_ptr, total, FORM: gl.constexpr, 
     next_begin, next_stop = _rows_of(offsets_ptr, tile, FORM)
     for tile in range(gl.program_id(0), total, FORM.programs):
         expert, left_first, right_first = _place(tile, FORM)
-        left_first += 64 * PARTS * WARPGROUP
-        steps = (next_stop - next_begin + ROWS - 1) // ROWS
+        left_first += FIRST
+        rows = next_stop - next_begin
         next_begin, next_stop = _rows_of(offsets_ptr, tile + FORM.programs, FORM)
         acc = gl.zeros([64, WIDTH], gl.float32, layout)
-        if PARTS == 2:
-            second = gl.zeros([64, WIDTH], gl.float32, layout)
-        for step in range(steps):
+        second = gl.zeros([64, WIDTH], gl.float32, layout) if TWO else acc
+        for step in range(rows // ROWS):
             mbarrier.wait(full.index(stage), phase)
             fence_async_shared()  # threads wrote the rows, tensor cores read them
-            left = left_ring.index(stage)
-            right = right_ring.index(stage)
-            a = left.slice(64 * PARTS * WARPGROUP, 64, dim=1).permute([1, 0])
-            acc = warpgroup_mma(a, right, acc, use_acc=step > 0, is_async=True)
-            if PARTS == 2:
-                b = left.slice(64 * PARTS * WARPGROUP + 64, 64, dim=1).permute([1, 0])
-                second = warpgroup_mma(b, right, second, use_acc=step > 0, is_async=True)
+            acc = _add(acc, left_ring.index(stage), right_ring.index(stage), FIRST, ROWS, step > 0)
             # The products of the stage before are done when only this stage's are under way.
-            if PARTS == 2:
+            if TWO:
+                second = _add(second, left_ring.index(stage), right_ring.index(stage), FIRST + 64, ROWS, step > 0)
                 acc, second = warpgroup_mma_wait(2, deps=[acc, second])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
             stage, phase = _advance(stage, phase, STAGES)
-        if PARTS == 2:
+        if TWO:
             acc, second = warpgroup_mma_wait(0, deps=[acc, second])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=steps > 0)
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=rows >= ROWS)
+        if rows % ROWS > 0:
+            mbarrier.wait(full.index(stage), phase)
+            fence_async_shared()
+            left = left_ring.index(stage)
+            right = right_ring.index(stage)
+            if rows % ROWS > ROWS // 2:
+                acc, second = _add_last(acc, second, left, right, rows >= ROWS, FORM, ROWS, WARPGROUP)
+            else:
+                acc, second = _add_last(acc, second, left, right, rows >= ROWS, FORM, ROWS // 2, WARPGROUP)
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = _advance(stage, phase, STAGES)
         _store(acc, stagings, out_desc, (expert, left_first, right_first), FORM.turned, WARPGROUP)
-        if PARTS == 2:
+        if TWO:
             _store(second, stagings, out_desc, (expert, left_first + 64, right_first), FORM.turned, WARPGROUP)
     tma.store_wait(0)
 
