@@ -5,6 +5,7 @@ Nothing of ``S * H`` is held: what is summed over slots is made and summed some 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import slot_sum
 from moefuse.backends.triton.grouped_linear import z_columns
-from moefuse.backends.triton.grouped_linear_transposed import transposed_hopper, transposed_product
+from moefuse.backends.triton.grouped_linear_transposed import transposed_product
 from moefuse.backends.triton.grouped_outer import outer
 from moefuse.backends.triton.plan import RowTiles
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import slot_columns
 from moefuse.types import Activation, Plan, Stacks, Wanted
 
-derivatives_hopper = transposed_hopper
+#: who makes derivatives in the product's epilogue: nobody as long as a pass of their own is faster
+derivatives_hopper: ModuleType | None = None
 
 
 @triton.jit

@@ -59,6 +59,7 @@ from moefuse.backends.triton.runtime.launch import wait as wait_for_launches
 from moefuse.backends.triton.runtime.tiles import TRANSPOSED_ROWS
 from moefuse.types import Activation, Plan
 
+ENGINE = True
 #: columns of a tile
 WIDTH = gl.constexpr(256)
 #: rows of a tile
@@ -84,6 +85,7 @@ class Form(NamedTuple):
     d_z: bool = False
     hidden: bool = False
     shares: bool = False
+    engine: bool = True
 
 
 @gluon.jit
@@ -247,7 +249,7 @@ def _derive(
             if FORM.hidden:
                 of_hidden.store((h * weight).to(of_hidden.dtype))
             fence_async_shared()
-            if stop - first >= 64:
+            if (stop - first >= 64) & FORM.engine:
                 if FORM.d_z:
                     store_tile(d_z_desc, [first, column], of_gate)
                     store_tile(d_z_desc, [first, FORM.n + column], of_up)
@@ -507,7 +509,7 @@ def _launch(
     stages = 4
     top_k = max(1, S // max(1, a.shape[0]))
     form = Form(N, K, second_k, _pitch(stacks[0]), a.stride(0), gather, top_k, programs, stages)
-    form = form._replace(d_z=d_z is not None, hidden=hidden is not None, shares=parts is not None)
+    form = form._replace(d_z=d_z is not None, hidden=hidden is not None, shares=parts is not None, engine=ENGINE)
     launch(
         _transposed_kernel,
         (programs,),
