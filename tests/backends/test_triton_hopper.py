@@ -143,7 +143,9 @@ def test_it_leaves_what_lies_otherwise(hopper: Any) -> None:
     assert not hopper.takes(x, u, w, out, True), "up rows first"
     assert not hopper.takes(x, *stack.gate_and_up("interleaved"), out, True), "interleaved"
     assert not hopper.takes(x, Rows(w.data.clone()), Rows(u.data.clone()), out, True), "in stacks of their own"
-    assert not hopper.takes(x, w, w, out, False), "half of a stack"
+    assert hopper.takes(x, w, w, out, False), "rows of a larger stack"
+    apart = torch.zeros(2, 129 * 64 - 32, dtype=x.dtype)[:, : 128 * 64].unflatten(1, (128, 64))
+    assert not hopper.takes(x, Rows(apart), Rows(apart), out, False), "experts half a row apart"
     assert not hopper.takes(x, Rows(down.mT.contiguous().mT), u, out, False), "columns first"
     for odd in (
         torch.zeros(400, 65, dtype=x.dtype)[:, :64],
@@ -221,14 +223,17 @@ def desc(dtype, *block, bits=16):
 for GATED, BLOCKS, WIDTH in VARIANTS:
     dtype = "bf16" if GATED else "fp16"
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH}", flush=True)
-    form = Form(256, 512, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None))
+    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None))
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
     known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode)
     if BLOCKS is None:
         known.update(w_ptr=None, u_desc=None, blocks_at=(0, 0, 0, (0, 0, 0, 0)))
     if GATED:
         known.update(x_desc=None, half_desc=None, tail_desc=None)
-    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", numbers=("fp32", "fp32"))
+    if not GATED or BLOCKS:
+        known.update(z_ptr=None)
+    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, z_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32")
+    types |= dict(numbers=("fp32", "fp32"))
     types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
     box = box_bytes(decode)
     types |= dict(w_ptr="*u8", blocks_at=("i64", "i32", "i32", ("i32",) * 4), u_desc=desc("u8", 1, 64, box, bits=8))
@@ -494,12 +499,12 @@ def test_experts_with_slots_that_have_none(swapped: list[bool]) -> None:
 
 
 @on_hopper
-def test_training_takes_it_for_the_down_product(swapped: list[bool]) -> None:
+def test_training_takes_it_for_both_products(swapped: list[bool]) -> None:
     block = Block()
     x = block.tokens()
     weights, ids = moefuse.gate(x, block.router, block.routing)
     result = moefuse.experts(x, ids, weights, block.gate_up.requires_grad_(), block.down)
-    assert swapped == [False]
+    assert swapped == [True, False]
     error = difference(result, block.exact(x, ids, weights))
     assert error.within(cases.tolerance_of("experts", "out", x, block.dtype)), error
 

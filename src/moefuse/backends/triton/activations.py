@@ -20,6 +20,7 @@ from moefuse.backends.triton.mathfn import (
     at_most,
     normal_tail_parts,
     product_parts,
+    sigmoid,
     sigmoid_parts,
     times_power,
 )
@@ -52,7 +53,7 @@ def _unit(g, y, low, bend, FINE: tl.constexpr):
         s, k, other, j = sigmoid_parts(y, low)
         return times_power(g * s, k), times_power(s * (1.0 + times_power(other, j) * bend), k)
     else:
-        s = 1.0 / (1.0 + tl.exp(-y))
+        s = sigmoid(y)
         return g * s, s * (1.0 + (1.0 - s) * bend)
 
 

@@ -37,12 +37,12 @@ def experts(
     size, gated = x.element_size(), activation.gated
     gate_up = up_weights(stacks, gated)
     hidden = torch.empty((T * top_k, I), dtype=x.dtype, device=x.device)
+    tiles = TokenTiles(plan.offsets, T * top_k)
     if z is not None:
         tile = product_tile(T * top_k / E, size, gated, x.device, gate_up.w.format or gate_up.u.format)
-        product(x, gate_up, plan, activation, hidden, tile, gather=True, fill=True, z=z)
-        _down_by_columns(hidden, weights, stacks, plan, ids, tail, outputs)
+        product(x, gate_up, plan, activation, hidden, tile, gather=True, fill=True, z=z, tiles=tiles)
+        _down_by_columns(hidden, weights, stacks, plan, ids, tail, outputs, tiles)
         return
-    tiles = TokenTiles(plan.offsets, T * top_k)
     format = gate_up.w.format or gate_up.u.format
     tile = tile_for(Product("up", E, I, H, top_k, T, size, gated, format), x.device)
     product(x, gate_up, plan, activation, hidden, tile, gather=True, tiles=tiles)
@@ -54,7 +54,14 @@ def experts(
 
 
 def _down_by_columns(
-    hidden: Tensor, weights: Tensor, stacks: Stacks, plan: Plan, ids: Tensor, tail: Tail, outputs: Outputs
+    hidden: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    plan: Plan,
+    ids: Tensor,
+    tail: Tail,
+    outputs: Outputs,
+    tiles: TokenTiles,
 ) -> None:
     """The down product and its sum, some columns at a time where all of them would be much memory."""
     weight = rows_of(stacks.down)
@@ -71,7 +78,7 @@ def _down_by_columns(
         rows = weight._replace(first=first) if weight.planes else weight._replace(data=weight.data[:, some])
         down = Weights(rows, rows, None if stacks.down_bias is None else stacks.down_bias[:, some])
         y = torch.empty((S, min(width, H - first)), dtype=hidden.dtype, device=hidden.device)
-        product(hidden, down, plan, None, y, tile)
+        product(hidden, down, plan, None, y, tile, tiles=tiles)
         if summed is None:
             weighted_sum(y, weights, plan.inverse, tail, outputs, num_experts=E, ids=ids, offsets=plan.offsets)
         else:

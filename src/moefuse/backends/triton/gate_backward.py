@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,10 +16,22 @@ from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
 from moefuse.backends.triton.tail_backward import norm_row_backward, norm_weight_gradient
 from moefuse.types import Router, Routing
 
-#: tokens, experts and columns of a tile of the two products
-BLOCK_T = tl.constexpr(32)
-BLOCK_E = tl.constexpr(32)
-BLOCK_H = tl.constexpr(64)
+
+class Blocks(NamedTuple):
+    """Tokens, experts and columns of a tile of a product, and how it is multiplied.
+
+    16-bit numbers are whole in tf32, and "tf32x3" has the float32 gradient beside them in two parts: no more than two
+    of its bits are lost, and tensor cores multiply.
+    """
+
+    t: int
+    e: int
+    h: int
+    precision: str
+
+
+#: from this many tokens on tiles are large
+_MANY_TOKENS = 2048
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -65,8 +77,11 @@ def _gate_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "length"])
-def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, x_strides):
+def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, x_strides, BLOCKS: tl.constexpr):
     """parts [chunks, E, H]: d_logits.T @ normed over a chunk of tokens. Grid: E tiles, H tiles, chunks."""
+    BLOCK_T: tl.constexpr = BLOCKS.t
+    BLOCK_E: tl.constexpr = BLOCKS.e
+    BLOCK_H: tl.constexpr = BLOCKS.h
     stride_xt, stride_xh = x_strides
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -80,8 +95,8 @@ def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, 
         x_ptrs = x_ptr + t[:, None] * stride_xt + h[None, :] * stride_xh
         x = tl.load(x_ptrs, mask=live[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
         if norm_ptr is not None:
-            x *= tl.load(rms_ptr + t, mask=live, other=0.0)[:, None]
-        acc = tl.dot(tl.trans(d), x, acc, input_precision="ieee")
+            d *= tl.load(rms_ptr + t, mask=live, other=0.0)[:, None]
+        acc = tl.dot(tl.trans(d), x, acc, input_precision=BLOCKS.precision)
     if norm_ptr is not None:
         acc *= tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
     place = tl.program_id(2).to(tl.int64) * E + e
@@ -89,8 +104,11 @@ def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, 
 
 
 @triton.jit(do_not_specialize=["T"])
-def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, normed_strides):
+def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, normed_strides, BLOCKS: tl.constexpr):
     """out [T, H] = d_logits @ weight + d_normed, unrounded. Grid: T tiles, H tiles."""
+    BLOCK_T: tl.constexpr = BLOCKS.t
+    BLOCK_E: tl.constexpr = BLOCKS.e
+    BLOCK_H: tl.constexpr = BLOCKS.h
     stride_we, stride_wh = w_strides
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -100,7 +118,7 @@ def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, norme
         d = tl.load(d_ptr + t[:, None] * E + e[None, :], mask=(t < T)[:, None] & (e < E)[None, :], other=0.0)
         w_ptrs = w_ptr + e[:, None] * stride_we + h[None, :] * stride_wh
         w = tl.load(w_ptrs, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-        acc = tl.dot(d, w, acc, input_precision="ieee")
+        acc = tl.dot(d, w, acc, input_precision=BLOCKS.precision)
     mask = (t < T)[:, None] & (h < H)[None, :]
     if d_normed_ptr is not None:
         stride_nt, stride_nh = normed_strides
@@ -123,6 +141,10 @@ def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides
     tl.store(out_ptr + t * H + h, d_x.to(out_ptr.dtype.element_ty), mask)
 
 
+def _precision(t: Tensor) -> str:
+    return "tf32x3" if t.element_size() == 2 else "ieee"
+
+
 def gate_backward(
     d_weights: Tensor,
     d_normed: Tensor | None,
@@ -135,6 +157,7 @@ def gate_backward(
 ) -> tuple[Tensor, ...]:
     weight, norm_weight, _, logit_bias, per_expert_scale, eps = router
     (T, H), E = x.shape, weight.shape[0]
+    many = T >= _MANY_TOKENS
     f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     raw = raw_logits(x, router)
     d_logits, parts = torch.empty((T, E), **f32), torch.empty((T, routing.top_k), **f32)
@@ -159,14 +182,17 @@ def gate_backward(
         chunks = max(1, min(16, ceil_div(T, 512)))
         length = ceil_div(ceil_div(T, chunks), 32) * 32
         sums = torch.empty((chunks, E, H), **f32)
-        grid, given = (ceil_div(E, 32), ceil_div(H, 64), chunks), (d_logits, x, inverse_rms, norm_weight, sums)
-        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), num_warps=4)
+        blocks = Blocks(32, 128 if many and E > 64 else 64 if many else 32, 64, _precision(x))
+        grid = ceil_div(E, blocks.e), ceil_div(H, blocks.h), chunks
+        given = d_logits, x, inverse_rms, norm_weight, sums
+        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), BLOCKS=blocks, num_warps=4)
         d_weight = sums.sum(0).to(weight.dtype)
     if want_x:
         d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
         strides = weight.stride(), (0, 0) if d_normed is None else d_normed.stride()
-        tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, 32), ceil_div(H, 64))
-        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, num_warps=4)
+        blocks = Blocks(64 if many else 32, 32, 128 if many else 64, _precision(weight))
+        tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, blocks.t), ceil_div(H, blocks.h))
+        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, BLOCKS=blocks, num_warps=4)
         d_x = d
         if norm_weight is not None and inverse_rms is not None:
             d_x = torch.empty((T, H), dtype=x.dtype, device=x.device)

@@ -412,10 +412,11 @@ def product(
     w_rows, u_rows, bias, up_bias, layout = weights
     w, u, in_blocks = w_rows.data, u_rows.data, bool(w_rows.format or u_rows.format)
     gated = activation is not None and activation.gated
-    plain = not (scatter or fill) and bias is None and z is None
+    # Of a z that is kept, and of what was made of it, nobody reads rows without an expert.
+    plain = not scatter and bias is None and (gated if z is not None else not fill)
     if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
         tiles = tiles or TokenTiles(plan.offsets, S)
-        hopper.swap_ab_product(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out)
+        hopper.swap_ab_product(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0

@@ -121,11 +121,13 @@ def _token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
 class Form(NamedTuple):
     """What the product is compiled for, besides its activation.
 
-    ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors.
+    ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors. ``pitch``: rows of numbers
+    from expert to expert.
     """
 
     n: int
     k: int
+    pitch: int
     gated: bool
     gather: bool
     top_k: int
@@ -507,36 +509,51 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                 mbarrier.wait(empty.index(stage), phase)
                 x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
                 _bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 128 * BLOCK_K * 2, FORM)
-                at = [expert, column // 8, 0, 0, start] if GATED else [expert * N + column, start]
+                at = [expert, column // 8, 0, 0, start] if GATED else [expert * FORM.pitch + column, start]
                 load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _finish(acc, staging, out_ptr, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
-    """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``staging`` holds."""
+def _store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
+    """value [columns, tokens] into rows of out, from out_ptr on ``stride`` apart."""
+    COLUMNS: gl.constexpr = value.shape[0]
+    TOKENS: gl.constexpr = value.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
+    piece = staging.slice(0, TOKENS, dim=0)
+    piece.store(value.to(out_ptr.dtype.element_ty).permute([1, 0]))
+    row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+    n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    out_ptrs = out_ptr + first.to(gl.int64) * stride + row[:, None] * stride + n[None, :]
+    gl.store(out_ptrs, piece.load(layout), mask=(first + row < stop)[:, None])
+
+
+@gluon.jit
+def _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
+    """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``staging`` holds.
+
+    ``out_ptrs``: out and, or None, z [S, 2N], which gets gate columns and then up columns as they are.
+    """
     N: gl.constexpr = FORM.n
     TOKENS: gl.constexpr = acc.shape[1]
     if staging.shape[0] < TOKENS:
         a, b = acc.reshape([64, 2, TOKENS // 2]).permute([0, 2, 1]).split()
-        _finish(a, staging, out_ptr, first, stop, column, numbers, FORM, ACT)
-        _finish(b, staging, out_ptr, first + TOKENS // 2, stop, column, numbers, FORM, ACT)
+        _finish(a, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
+        _finish(b, staging, out_ptrs, first + TOKENS // 2, stop, column, numbers, FORM, ACT)
     else:
+        out_ptr, z_ptr = out_ptrs
         COLUMNS: gl.constexpr = staging.shape[1]
         if FORM.gated:
             # Eight gate rows, then the up rows of the same columns, so that one thread has both.
             g, u = acc.reshape([4, 2, 8, TOKENS]).permute([0, 2, 3, 1]).split()
             acc, _, _ = ACT(g, u, numbers, True, False)
             acc = acc.reshape([COLUMNS, TOKENS])
+            if z_ptr is not None:
+                _store_tokens(g.reshape([COLUMNS, TOKENS]), staging, z_ptr + column, first, stop, 2 * N)
+                _store_tokens(u.reshape([COLUMNS, TOKENS]), staging, z_ptr + N + column, first, stop, 2 * N)
         elif ACT is not None:
             acc, _, _ = ACT(acc, acc, numbers, False, False)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
-        piece = staging.slice(0, TOKENS, dim=0)
-        piece.store(acc.to(out_ptr.dtype.element_ty).permute([1, 0]))
-        row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-        n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        out_ptrs = out_ptr + first.to(gl.int64) * N + column + row[:, None] * N + n[None, :]
-        gl.store(out_ptrs, piece.load(layout), mask=(first + row < stop)[:, None])
+        _store_tokens(acc, staging, out_ptr + column, first, stop, N)
 
 
 @gluon.constexpr_function
@@ -559,7 +576,7 @@ def _most(i, width):
 def _multiply(
     rings,
     staging,
-    out_ptr,
+    out_ptrs,
     place,
     stage,
     phase,
@@ -604,14 +621,14 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(stage, STAGES)))
     if TAIL:
-        _finish(tail_acc, staging, out_ptr, first + TOKENS, stop, column, numbers, FORM, ACT)
-    _finish(acc, staging, out_ptr, first, stop, column, numbers, FORM, ACT)
+        _finish(tail_acc, staging, out_ptrs, first + TOKENS, stop, column, numbers, FORM, ACT)
+    _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
     return stage, phase
 
 
 @gluon.jit
 def _consume(
-    rings, stagings, tiles_ptr, out_ptr, numbers, FORM: gl.constexpr, ACT: gl.constexpr, WARPGROUP: gl.constexpr
+    rings, stagings, tiles_ptr, out_ptrs, numbers, FORM: gl.constexpr, ACT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
     """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
     WIDTH: gl.constexpr = FORM.width
@@ -635,7 +652,7 @@ def _consume(
                 if (rows > _most(i + 1, WIDTH)) & (rows <= _most(i, WIDTH)):
                     SHAPE: gl.constexpr = _shape(i, WIDTH)
                     stage, phase = _multiply(
-                        rings, staging, out_ptr, place, stage, phase, numbers, FORM, ACT, WARPGROUP, SHAPE
+                        rings, staging, out_ptrs, place, stage, phase, numbers, FORM, ACT, WARPGROUP, SHAPE
                     )
 
 
@@ -651,13 +668,14 @@ def _swap_ab_kernel(
     tiles_ptr,
     order_ptr,
     out_ptr,
+    z_ptr,
     blocks_at,
     numbers,
     FORM: gl.constexpr,
     ACT: gl.constexpr,
     DECODE: gl.constexpr,
 ):
-    """out [S, N] of all tiles. Grid: programs; columns of a tile of tokens are next to each other.
+    """out [S, N] of all tiles, and z where given. Grid: programs; columns of a tile of tokens are next to each other.
 
     x: rows through descriptors of ``width`` rows, half and tail, where they are not gathered.
     w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. Of blocks the base plane comes in
@@ -699,8 +717,8 @@ def _swap_ab_kernel(
     x_descs = (x_desc, half_desc, tail_desc)
     gl.warp_specialize(
         [
-            (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(0))),
-            (_consume, (rings, stagings, tiles_ptr, out_ptr, numbers, FORM, ACT, gl.constexpr(1))),
+            (_consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(0))),
+            (_consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(1))),
             (_produce, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
         ],
         [4, PRODUCER_WARPS],
@@ -740,7 +758,7 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     if w_data.dtype != x.dtype or not begins_aligned(w_data):
         return False
     if not gated:
-        return w_data.is_contiguous()
+        return w_data.stride()[1:] == (K, 1) and w_data.stride(0) % K == 0 and E * w_data.stride(0) < 2**31 * K
     behind = u_data.data_ptr() - w_data.data_ptr() == N * K * w_data.element_size()
     return behind and w_data.stride() == u_data.stride() == (2 * N * K, K, 1)
 
@@ -771,11 +789,16 @@ def swap_ab_product(
     gather: bool,
     activation: Activation | None,
     out: Tensor,
+    z: Tensor | None = None,
 ) -> None:
-    """Launch the product into ``out`` ``[S, N]``. Rows without an expert are left as they are."""
+    """Launch the product into ``out`` ``[S, N]``, and what comes before a gated activation into ``z`` ``[S, 2N]``.
+
+    Rows without an expert are left as they are.
+    """
     (S, N), E, K = out.shape, w.data.shape[0], x.shape[1]
     gated = activation is not None and activation.gated
     stages = SWAP_AB_STAGES[tiles.width]
+    w_pitch = 0 if w.format else w.data.stride(0) // K
     u_desc = None
     blocks_at = (0, 0, 0, (0, 0, 0, 0))
     if w.format:
@@ -786,7 +809,7 @@ def swap_ab_product(
     elif gated:
         w_desc = _described(w.data, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
     else:
-        w_desc = _described(w.data, [E * N, K], [K, 1], [128, BLOCK_K.value])
+        w_desc = _described(w.data, [(E - 1) * w_pitch + N, K], [K, 1], [128, BLOCK_K.value])
     heights = (tiles.width, tiles.width // 2, tiles.SPARE)
     x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -795,10 +818,10 @@ def swap_ab_product(
     launch(
         _swap_ab_kernel,
         (programs,),
-        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.table, order, out),
+        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.table, order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, gated, gather, top_k, programs, tiles.width, stages),
+        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, tiles.width, stages),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,

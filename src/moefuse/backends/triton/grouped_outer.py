@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.backends.triton.grouped_linear import described
+from moefuse.backends.triton.grouped_linear import described, hopper
 from moefuse.backends.triton.runtime.launch import PDL, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import outer_tile
 from moefuse.types import Plan
+
+outer_hopper: ModuleType | None = None
+if hopper is not None:
+    from moefuse.backends.triton import grouped_outer_hopper
+
+    outer_hopper = grouped_outer_hopper
 
 
 @triton.jit(do_not_specialize=["grad_divisor", "x_divisor"])
@@ -90,6 +98,11 @@ def outer(
     """Launch the outer product into ``[E, N, K]``."""
     S, E, N, K = plan.assignments, plan.num_experts, grad.shape[1], x.shape[1]
     out = torch.empty((E, N, K), dtype=dtype, device=grad.device)
+    if outer_hopper is not None and gather_grad != gather_x:
+        left, right = (grad, x) if gather_grad else (x, grad)
+        if outer_hopper.takes(left, right, plan):
+            outer_hopper.hopper_outer(left, right, plan, out, turned=gather_x)
+            return out
     tile = outer_tile(S / E, grad.element_size(), gather_x, grad.device)
     grad_desc = x_desc = None
     if tile.copy_engine and gather_grad != gather_x:

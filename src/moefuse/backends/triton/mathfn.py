@@ -9,6 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moefuse.backends.triton.runtime.launch import INTERPRETED
+
+#: whether a card's own instructions can stand in a kernel: no interpreter knows them
+WRITTEN_OUT = tl.constexpr(not INTERPRETED)
+
 
 @triton.jit
 def at_least(x, low):
@@ -124,3 +129,24 @@ def tanh_and_derivative(x):
     near = a * (1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0 - s * (62.0 / 2835.0)))))
     size = tl.where(a < 0.25, near, (1.0 - small) / (1.0 + small))
     return tl.where(x < 0, -size, size), 4.0 * small / ((1.0 + small) * (1.0 + small))
+
+
+@triton.jit
+def sigmoid(y):
+    """Within a few units of float32's last place, zero where it is less than float32's least normal number.
+
+    Written out: 4 instructions where the compiler's division and exponential, which keep subnormal numbers, have 13.
+    """
+    if WRITTEN_OUT:
+        s = tl.inline_asm_elementwise(
+            "{.reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, t;}",
+            "=f,f",
+            [y],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        s = 1.0 / (1.0 + tl.exp(-y))
+    return s

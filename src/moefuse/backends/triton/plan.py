@@ -170,3 +170,13 @@ class TokenTiles:
         options = {"WIDTH": self.width, "SPARE": self.SPARE, "BLOCK_E": block_of(E), "num_warps": 4, "launch_pdl": PDL}
         launch(_token_tiles_kernel, (1,), self.offsets, made, E, **options)
         return made
+
+
+class RowTiles(TokenTiles):
+    """Likewise in tiles of HEIGHT rows, none higher."""
+
+    HEIGHT = 128
+    SPARE = 0
+
+    def __init__(self, offsets: Tensor, S: int) -> None:
+        self.offsets, self.S, self.width = offsets, S, self.HEIGHT

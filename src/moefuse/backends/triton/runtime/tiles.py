@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -205,11 +206,31 @@ def outer_tile(rows_per_expert: float, itemsize: int, gather_x: bool, device: to
     return _fitted(tile, itemsize, False, device)
 
 
+class OuterTile(NamedTuple):
+    """A tile of grouped_outer_hopper.py: columns of either operand, rows summed at a time, and stages of them."""
+
+    left: int
+    right: int
+    rows: int
+    stages: int
+
+
+#: over this many rows per expert Hopper takes grouped_linear_transposed_hopper.py's product
+TRANSPOSED_ROWS = 32
+#: over this many rows per expert Hopper takes grouped_outer_hopper.py's product
+OUTER_ROWS = 32
+
+
+def hopper_outer_tile() -> OuterTile:
+    """The tile of a weight gradient on Hopper."""
+    return OuterTile(128, 256, 64, 4)
+
+
 #: bytes of slot rows held at once where a backward or a training forward sums over slots
 SLOT_BYTES = 80 << 20
 
 
-def slot_columns(S: int, H: int, itemsize: int) -> int:
-    """How many of H columns of slot rows are made at a time."""
-    fit = SLOT_BYTES // max(1, S * itemsize)
+def slot_columns(S: int, H: int, itemsize: int, free: int = 0) -> int:
+    """How many of H columns of slot rows are made at a time; ``free``: bytes that were held before and are not now."""
+    fit = max(SLOT_BYTES, free) // max(1, S * itemsize)
     return H if fit >= H else max(256, fit // 256 * 256)
