@@ -29,6 +29,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not HOPPER, reason="its instructions are Hopper's, and no interpreter has them")
 
 WIDTHS = (64, 128, 256)
+#: those of the product that decodes for itself
+BLOCK_WIDTHS = (32, 128)
 #: rows of an expert at which a tile of one of these widths changes its shape, or another tile begins
 EDGES = (
     *(0, 1, 32, 33, 63, 64, 65, 96, 97, 128, 129, 160, 161, 192, 193, 224, 225, 255, 256, 257, 287, 288, 289),
@@ -59,7 +61,7 @@ def cut(offsets: list[int], width: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [32, *WIDTHS])
 @pytest.mark.parametrize("rows", [EDGES, *((r,) for r in EDGES), (0,) * 5, (0, 0, 3000, 0), (1,) * 1024, None])
 def test_rows_are_cut_into_tiles(rows: tuple[int, ...] | None, width: int, target: tuple[str, str]) -> None:
     from moefuse.backends.triton.plan import TokenTiles
@@ -71,17 +73,16 @@ def test_rows_are_cut_into_tiles(rows: tuple[int, ...] | None, width: int, targe
         offsets = offsets_of(list(rows or some))
         with poisoned():
             made = TokenTiles(torch.tensor(offsets, dtype=torch.int32, device=target[1]), offsets[-1])
-            made.width = width
-            table = made.table.tolist()
+            table = made.of(width).tolist()
         tiles = cut(offsets, width)
         assert table[0][0] == len(tiles)
         assert table[1 : 1 + len(tiles)] == tiles
-        assert made.table is made.table, "the products of one call share it"
+        assert made.of(width) is made.of(width), "the products of one call share it"
         if not tiles:
             assert table[1] == [0, 0, 1], "who reads ahead must stay inside of the plan"
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [32, *WIDTHS])
 def test_no_plan_has_more_tiles_than_there_is_room_for(width: int) -> None:
     """The worst remainder: a last tile of 33 rows, for each expert."""
     for rows in (1, 33, width + 33, 2 * width + 33):
@@ -213,19 +214,23 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from moefuse.backends.triton.activations import ACTIVATIONS
 from moefuse.backends.triton.formats.blocks import DECODERS, box_bytes
-from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel as kernel
-from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES
+from moefuse.backends.triton.formats.blocks import base_bits, high_bits
+from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel
+from moefuse.backends.triton.grouped_linear_hopper_blocks import _swap_ab_blocks_kernel
+from moefuse.backends.triton.runtime.tiles import SWAP_AB_RINGS, SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):
     layout = NVMMASharedLayout(block[-1] * bits // 8, bits, rank=len(block))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>".replace(" ", "")
 
-for GATED, BLOCKS, WIDTH in VARIANTS:
+for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     dtype = "bf16" if GATED else "fp16"
-    print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH}", flush=True)
-    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None))
+    print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} SELF_DECODED={SELF_DECODED}", flush=True)
+    kernel = _swap_ab_blocks_kernel if SELF_DECODED else _swap_ab_kernel
+    stages, slots = SWAP_AB_RINGS[WIDTH] if SELF_DECODED else (SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None), 0)
+    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages)
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
-    known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode)
+    known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode, SLOTS=slots)
     if BLOCKS is None:
         known.update(w_ptr=None, u_desc=None, blocks_at=(0, 0, 0, (0, 0, 0, 0)))
     if GATED:
@@ -239,7 +244,15 @@ for GATED, BLOCKS, WIDTH in VARIANTS:
     types |= dict(w_ptr="*u8", blocks_at=("i64", "i32", "i32", ("i32",) * 4), u_desc=desc("u8", 1, 64, box, bits=8))
     plain = desc(dtype, 1, 8, 2, 8, 64) if GATED else desc(dtype, 128, 64)
     types |= dict(w_desc=plain if BLOCKS is None else types["u_desc"])
+    if SELF_DECODED:
+        high = 64 * high_bits(decode) // base_bits(decode)
+        box = desc("u8", 1, 32, 64, bits=8)
+        high_box = desc("u8", 1, 32, high, bits=8).replace("swizzle_byte_width=16", "swizzle_byte_width=0")
+        types |= dict(w_desc=box, u_desc=box, w_high_desc=high_box, u_high_desc=high_box)
+        if not high:
+            known.update(w_high_desc=None, u_high_desc=None)
     names = [p.name for p in kernel.params]
+    known = {name: value for name, value in known.items() if name in names}
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
     whole = [name for name in names if name.endswith("_ptr")]
@@ -253,15 +266,23 @@ print("all", flush=True)
 """
 
 
-#: up or down, the format of the weights, and width
-ALL_VARIANTS = list(itertools.product((True, False), (None, *FORMATS), WIDTHS))
-SOME_VARIANTS = [(True, None, 256), (False, None, 64), (True, "Q4_K", 64), (False, "Q6_K", 256), (True, "Q8_0", 256)]
+Variant = tuple[bool, str | None, int, bool]
+#: up or down, the format of the weights, width, and whether who multiplies decodes
+ALL_VARIANTS: list[Variant] = [
+    *itertools.product((True, False), (None, *FORMATS), WIDTHS, (False,)),
+    *((i % 2 == 0, format, 32, True) for i, format in enumerate(FORMATS)),
+    *((i % 2 == 1, format, 128, True) for i, format in enumerate(("Q4_K", "Q6_K", "Q8_0"))),
+]
+SOME_VARIANTS: list[Variant] = [
+    *((True, None, 256, False), (False, None, 64, False), (True, "Q4_K", 128, False), (False, "Q6_K", 256, False)),
+    *((True, "Q4_K", 32, True), (False, "Q6_K", 32, True)),
+]
 
 
 @pytest.mark.parametrize(
     "variants", [SOME_VARIANTS, pytest.param(ALL_VARIANTS, marks=pytest.mark.slow)], ids=["some", "every"]
 )
-def test_it_compiles_without_a_card(variants: list[tuple[bool, str | None, int]], tmp_path: Path) -> None:
+def test_it_compiles_without_a_card(variants: list[Variant], tmp_path: Path) -> None:
     """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
     pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
@@ -300,12 +321,13 @@ class Routed:
         gather: bool,
         width: int = 256,
         up: QuantTensor | None = None,
+        self_decoded: bool = False,
     ) -> None:
         """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
         from moefuse.backends.triton import grouped_linear_hopper as hopper
-        from moefuse.backends.triton.grouped_linear import product, up_weights
+        from moefuse.backends.triton import grouped_linear_hopper_blocks
+        from moefuse.backends.triton.grouped_linear import up_weights
         from moefuse.backends.triton.plan import TokenTiles
-        from moefuse.backends.triton.runtime.tiles import Tile
         from moefuse.ops.glu import glu_reference
         from moefuse.ops.grouped_linear import grouped_linear_reference
 
@@ -316,8 +338,14 @@ class Routed:
         out = whole[: self.S]
         assert hopper.takes(x, weights.w, weights.u, out, gated)
         tiles = TokenTiles(self.offsets, self.S)
-        tiles.width = width
-        product(x, weights, self.plan, activation, out, Tile(128, 128, 64, 8, 4), gather=gather, tiles=tiles)
+        run = grouped_linear_hopper_blocks.swap_ab_blocks if self_decoded else hopper.swap_ab_product
+        run(
+            *(x, weights.w, weights.u, tiles, self.plan.order),
+            gather=gather,
+            activation=activation,
+            out=out,
+            width=width,
+        )
 
         def exact(stack: Tensor | QuantTensor) -> Tensor:
             numbers = stack.dequantize() if isinstance(stack, QuantTensor) else stack
@@ -380,15 +408,31 @@ def test_sums_shorter_than_the_ring(I: int, H: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
 def test_blocks(dtype: torch.dtype, format: str) -> None:
-    """Gate and up rows in one stack and in two; sums that fill no strip of 256, where the format can have such."""
+    """Gate and up rows in one stack and in two."""
     routed = Routed(dtype)
-    columns = H - {256: 0, 128: 128, 32: 64}[FORMATS[format].values]
-    x, hidden = routed.random(routed.S // TOP_K, columns), routed.random(routed.S, I)
+    x, hidden = routed.random(routed.S // TOP_K, H), routed.random(routed.S, I)
     for width in WIDTHS:
         routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width)
-        routed.check(x, routed.blocks(format, routed.E, 2 * I, columns), SILU, True, width)
-    gate, up = (routed.blocks(format, routed.E, I, columns) for _ in range(2))
+        routed.check(x, routed.blocks(format, routed.E, 2 * I, H), SILU, True, width)
+    gate, up = (routed.blocks(format, routed.E, I, H) for _ in range(2))
     routed.check(x, gate, SILU, True, up=up)
+
+
+@on_hopper
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_blocks_decoded_by_who_multiplies(dtype: torch.dtype, format: str) -> None:
+    """Likewise, and sums that fill no strip of 256, where the format can have such."""
+    from moefuse.backends.triton.formats.blocks import KINDS
+
+    routed = Routed(dtype)
+    columns = H if FORMATS[format].values == 256 else H - 128 if KINDS[format].high or format == "FP8" else H - 64
+    x, hidden = routed.random(routed.S // TOP_K, columns), routed.random(routed.S, I)
+    for width in BLOCK_WIDTHS:
+        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width, self_decoded=True)
+        routed.check(x, routed.blocks(format, routed.E, 2 * I, columns), SILU, True, width, self_decoded=True)
+    gate, up = (routed.blocks(format, routed.E, I, columns) for _ in range(2))
+    routed.check(x, gate, SILU, True, 32, up=up, self_decoded=True)
 
 
 @on_hopper

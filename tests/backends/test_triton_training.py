@@ -129,11 +129,15 @@ def test_transposed_product_of_blocks(target, rng, format):
     oracle.assert_close(got.cpu(), want.cpu(), oracle.GRADIENT, whole=True)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("formats", [("Q8_0", "Q5_1"), ("Q4_0", None), (None, "Q8_0")], ids=str)
-def test_transposed_product_of_two_stacks(target, rng, formats):
-    """Some columns of stacks of other formats, or one of them in numbers."""
+def test_transposed_product_of_two_stacks(target, rng, monkeypatch, formats, ahead):
+    """Some columns of stacks of other formats, or one of them in numbers; decoded tile by tile, or two experts ahead."""
+    from moefuse.backends.triton import grouped_linear_transposed
     from moefuse.backends.triton.grouped_linear_transposed import transposed_product
 
+    monkeypatch.setattr(grouped_linear_transposed, "decodes_first", lambda *_: ahead)
+    monkeypatch.setattr(grouped_linear_transposed, "DECODED_BYTES", 2 * 80 * 128 * 4)
     (backend, device), E, N, K = target, 3, 40, 384
     stacks = tuple(test_training_blocks.weight(rng, format, E, N, K).to(device) for format in formats)
     plan = moefuse.plan(oracle.distinct_ids(rng, 9, 2, E).to(device), E, backend=backend)

@@ -36,7 +36,7 @@ from moefuse.types import Activation, Plan, Stacks, Weight
 
 _hopper_error: str | None = None
 try:
-    from moefuse.backends.triton import grouped_linear_hopper
+    from moefuse.backends.triton import grouped_linear_hopper, grouped_linear_hopper_blocks
 
     hopper: ModuleType | None = grouped_linear_hopper
 except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
@@ -416,7 +416,10 @@ def product(
     plain = not scatter and bias is None and (gated if z is not None else not fill)
     if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
         tiles = tiles or TokenTiles(plan.offsets, S)
-        hopper.swap_ab_product(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
+        run = hopper.swap_ab_product
+        if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
+            run = grouped_linear_hopper_blocks.swap_ab_blocks
+        run(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0

@@ -4,7 +4,7 @@ A and B are swapped: ``out.T = w @ x.T``, with 128 weight rows and up to WIDTH +
 expert's rows are one tile, or a few, and a weight leaves the second-level cache as often. Two warpgroups multiply, 64
 weight rows each, and never wait for each other; a third partition brings operands into a ring of stages and runs ahead
 over the ends of tiles. Narrow tiles leave room for more stages, and these for more weights under way. Weights in
-blocks become numbers in that partition.
+blocks become numbers in that partition, where experts have many rows.
 
 ``full[stage]`` completes with the bytes of the copy engine and, where rows are gathered, one arrival of each thread
 that copies them, and one more when weights were decoded; ``empty[stage]`` with one arrival of each multiplying
@@ -52,7 +52,13 @@ from moefuse.backends.triton.formats.blocks import (
 )
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
-from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS, SWAP_AB_ROWS_IN_BLOCKS, SWAP_AB_STAGES
+from moefuse.backends.triton.runtime.tiles import (
+    SELF_DECODED_ROWS,
+    SWAP_AB_ROWS,
+    SWAP_AB_ROWS_IN_BLOCKS,
+    SWAP_AB_STAGES,
+    swap_ab_width,
+)
 from moefuse.types import Activation
 
 # Triton 3.9 has these by other names than 3.6.
@@ -66,7 +72,7 @@ TAIL_ROWS = gl.constexpr(TokenTiles.SPARE)
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
+def advance(stage, phase, STAGES: gl.constexpr):
     """The stage after this one, and the phase of its barriers."""
     stage += 1
     wraps = stage == STAGES
@@ -74,7 +80,7 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
+def before(stage, STAGES: gl.constexpr):
     """The stage before this one.
 
     Not a variable that the loop sets to ``stage``: Triton carries what one visit of the body leaves changed, and a
@@ -84,36 +90,36 @@ def _before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of(visit, PROGRAMS: gl.constexpr):
+def tile_of(visit, PROGRAMS: gl.constexpr):
     """This program's tile of a visit: to and fro over tiles from large to small, so that programs get as much work."""
     return visit * PROGRAMS + gl.where(visit % 2 == 0, gl.program_id(0), PROGRAMS - 1 - gl.program_id(0))
 
 
 @gluon.jit
-def _visits(total, PROGRAMS: gl.constexpr):
+def visits_of(total, PROGRAMS: gl.constexpr):
     """How many tiles this program has."""
     whole = total // PROGRAMS
-    return whole + (_tile_of(whole, PROGRAMS) < total).to(gl.int32)
+    return whole + (tile_of(whole, PROGRAMS) < total).to(gl.int32)
 
 
 @gluon.jit
-def _span(tiles_ptr, tile, total, COLUMNS: gl.constexpr):
+def span(tiles_ptr, tile, total, COLUMNS: gl.constexpr):
     """Expert, first and stop of a tile's tokens; of the last tile where there is none, for who reads ahead."""
     row_ptr = tiles_ptr + (1 + gl.minimum(tile, gl.maximum(total - 1, 0)) // COLUMNS) * 3
     return gl.load(row_ptr), gl.load(row_ptr + 1), gl.load(row_ptr + 2)
 
 
 @gluon.jit
-def _slots(order_ptr, first, stop, ROWS: gl.constexpr):
+def slots_of(order_ptr, first, stop, ROWS: gl.constexpr):
     """The slots of ROWS rows; from ``stop`` on, the last one again."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     return gl.load(order_ptr + gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), stop - 1))
 
 
 @gluon.jit
-def _token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
+def token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
     """Pointers to the first numbers of each slot's token: [slots, BLOCK_K]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
     return x_ptr + ((slots // TOP_K).to(gl.int64) * K)[:, None] + k[None, :]
 
@@ -137,7 +143,7 @@ class Form(NamedTuple):
 
 
 @gluon.jit
-def _bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.constexpr, FORM: gl.constexpr):
+def bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.constexpr, FORM: gl.constexpr):
     """Ask for a stage's tokens; ``bar`` also expects BYTES from the copy engine."""
     GATHER: gl.constexpr = FORM.gather
     WIDTH: gl.constexpr = FORM.width
@@ -145,7 +151,7 @@ def _bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.const
         ptrs0, ptrs64, ptrs128, tail_ptrs = ptrs
         if BYTES:
             mbarrier.expect(bar, BYTES)
-        load_rows(x.slice(0, 64, dim=0), ptrs0 + start)
+        load_rows(x.slice(0, ptrs0.shape[0], dim=0), ptrs0 + start)
         if WIDTH >= 128:  # noqa: SIM102  known when it compiles
             if rows > 64:
                 load_rows(x.slice(64, 64, dim=0), ptrs64 + start)
@@ -217,17 +223,13 @@ def _block_words(raw, slot, GATED: gl.constexpr, DECODE: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr, left):
-    """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]; zeros past a row's ``left`` ones."""
+def _rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]."""
     layout: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [4, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, layout))[None, :]
     begin = gl.convert_layout(ptrs, rows).to(gl.pointer_type(dtype)) + gl.convert_layout(at, rows)
-    if left is None or left >= COUNT:
-        found = gl.load(begin[:, None] + column)
-    else:
-        found = gl.load(begin[:, None] + column, mask=column < left, other=0)
-    return found
+    return gl.load(begin[:, None] + column)
 
 
 @gluon.jit
@@ -237,18 +239,13 @@ def _bring_scales(ptrs, row, rows, box, K: gl.constexpr, DECODE: gl.constexpr):
     RUNS: gl.constexpr = 2 * _groups(DECODE)
     HIGH: gl.constexpr = high_bits(DECODE)
     row = row.to(gl.int64)
-    left = None
-    left_high = None
-    if R % RUNS != 0:
-        left = R - RUNS * box
-        left_high = left * HIGH
     found = ()
     if HIGH > 0:
         at = row * (R * HIGH) + box * (RUNS * HIGH)
-        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 1, DECODE), at, gl.uint32, RUNS * HIGH, left_high),)  # noqa: RUF005
+        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 1, DECODE), at, gl.uint32, RUNS * HIGH),)  # noqa: RUF005
     if run_bytes(DECODE) > 0:
         dtype: gl.constexpr = run_type(DECODE)
-        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS, left),)  # noqa: RUF005
+        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS),)  # noqa: RUF005
     if strip_bytes_of(DECODE, 0) > 0:
         at = row * (R // strip_runs(DECODE)) + box
         found = found + _rows_of_strips(ptrs + plane_at(rows, R, 3, DECODE), at, strip_bytes_of(DECODE, 0))
@@ -261,13 +258,13 @@ def _bring_scales(ptrs, row, rows, box, K: gl.constexpr, DECODE: gl.constexpr):
 def _rows_of_strips(ptrs, at, BYTES: gl.constexpr):
     """The BYTES of strips ``at`` [128] of a plane: a tuple of [128, words]."""
     if BYTES == 2:
-        found = (_rows_of_plane(ptrs, at, gl.uint16, 1, None),)
+        found = (_rows_of_plane(ptrs, at, gl.uint16, 1),)
     elif BYTES == 12:
-        a = _rows_of_plane(ptrs, at * 3, gl.uint32, 1, None)
-        b = _rows_of_plane(ptrs, at * 3 + 1, gl.uint32, 1, None)
-        found = (a, b, _rows_of_plane(ptrs, at * 3 + 2, gl.uint32, 1, None))
+        a = _rows_of_plane(ptrs, at * 3, gl.uint32, 1)
+        b = _rows_of_plane(ptrs, at * 3 + 1, gl.uint32, 1)
+        found = (a, b, _rows_of_plane(ptrs, at * 3 + 2, gl.uint32, 1))
     else:
-        found = (_rows_of_plane(ptrs, at * (BYTES // 4), gl.uint32, BYTES // 4, None),)
+        found = (_rows_of_plane(ptrs, at * (BYTES // 4), gl.uint32, BYTES // 4),)
     return found
 
 
@@ -402,53 +399,53 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    next_expert, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
+    next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
     if GATHER:
-        slots0 = _slots(order_ptr, next_first, next_stop, 64)
+        slots0 = slots_of(order_ptr, next_first, next_stop, 64)
         if WIDTH >= 128:
-            slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
+            slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
         if WIDTH == 256:
-            slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
-        tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
-    then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(1, PROGRAMS), total, COLUMNS)
-    visits = _visits(total, PROGRAMS)
+            slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
+        tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+    then_expert, then_first, then_stop = span(tiles_ptr, tile_of(1, PROGRAMS), total, COLUMNS)
+    visits = visits_of(total, PROGRAMS)
     if DECODE is not None:
         GROUPS: gl.constexpr = _groups(DECODE)
-        BOXES: gl.constexpr = (K + 64 * GROUPS - 1) // (64 * GROUPS)
+        BOXES: gl.constexpr = K // (64 * GROUPS)
         u_offset, pitch, matrix_rows, places = blocks_at
         _, w_step, _, _ = places
         boxes = gl.to_tensor(0)
-        begin = _tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
+        begin = tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
         _bring_blocks(raw, 0, raw_full.index(0), w_desc, u_desc, next_expert, begin, 0, visits > 0, GATED, DECODE)
         ptrs_of_rows, block_row = _block_rows(w_ptr, u_offset, places, GATED)
         at = ptrs_of_rows + next_expert.to(gl.int64) * pitch
         scales_next = _bring_scales(at, block_row + begin * w_step, matrix_rows, 0, K, DECODE)
     for visit in range(visits):
-        column = _tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
+        column = tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
         expert = next_expert
         first = next_first
         rows = next_stop - next_first
         next_expert = then_expert
         next_first = then_first
         next_stop = then_stop
-        then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(visit + 2, PROGRAMS), total, COLUMNS)
+        then_expert, then_first, then_stop = span(tiles_ptr, tile_of(visit + 2, PROGRAMS), total, COLUMNS)
         ptrs = None
         if GATHER:
-            ptrs0 = _token_ptrs(x_ptr, slots0, K, TOP_K)
+            ptrs0 = token_ptrs(x_ptr, slots0, K, TOP_K)
             ptrs64 = ptrs0
             ptrs128 = ptrs0
-            slots0 = _slots(order_ptr, next_first, next_stop, 64)
+            slots0 = slots_of(order_ptr, next_first, next_stop, 64)
             if WIDTH >= 128:
-                ptrs64 = _token_ptrs(x_ptr, slots64, K, TOP_K)
-                slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
+                ptrs64 = token_ptrs(x_ptr, slots64, K, TOP_K)
+                slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
             if WIDTH == 256:
-                ptrs128 = _token_ptrs(x_ptr, slots128, K, TOP_K)
-                slots128 = _slots(order_ptr, next_first + 128, next_stop, 128)
-            tail_ptrs = _token_ptrs(x_ptr, tail_slots, K, TOP_K)
-            tail_slots = _slots(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+                ptrs128 = token_ptrs(x_ptr, slots128, K, TOP_K)
+                slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
+            tail_ptrs = token_ptrs(x_ptr, tail_slots, K, TOP_K)
+            tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
             ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
         if DECODE is not None:
-            next_column = _tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
+            next_column = tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
             for box in range(BOXES):
                 # The box after this one: of these rows, or the first of the next tile's.
                 ends = box == BOXES - 1
@@ -476,46 +473,44 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                 mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
                 q = _pieces(_block_words(raw, slot, GATED, DECODE), DECODE)
                 boxes += 1
-                if STAGES >= 4 and K % (64 * GROUPS) == 0:
+                if STAGES >= 4:
                     # Two stages are handed over together: tensor cores see what threads wrote only after a fence.
                     for i in gl.static_range(0, GROUPS, 2):
                         begins = 64 * (GROUPS * box + i)
                         mbarrier.wait(empty.index(stage), phase)
                         x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                        _bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
+                        bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
                         _decode(q[i], known, i, w_ring.index(stage), DECODE)
-                        second, second_phase = _advance(stage, phase, STAGES)
+                        second, second_phase = advance(stage, phase, STAGES)
                         mbarrier.wait(empty.index(second), second_phase)
                         x, tail, bar = x_ring.index(second), tail_ring.index(second), full.index(second)
-                        _bring_tokens(x, tail, bar, first, rows, begins + 64, ptrs, x_descs, 0, FORM)
+                        bring_tokens(x, tail, bar, first, rows, begins + 64, ptrs, x_descs, 0, FORM)
                         _decode(q[i + 1], known, i + 1, w_ring.index(second), DECODE)
                         fence_async_shared()
                         mbarrier.arrive(full.index(stage))
                         mbarrier.arrive(full.index(second))
-                        stage, phase = _advance(second, second_phase, STAGES)
+                        stage, phase = advance(second, second_phase, STAGES)
                 else:
                     for i in gl.static_range(GROUPS):
-                        begins = 64 * (GROUPS * box + i)
-                        if K % (64 * GROUPS) == 0 or begins < K:
-                            mbarrier.wait(empty.index(stage), phase)
-                            x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                            _bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
-                            _decode(q[i], known, i, w_ring.index(stage), DECODE)
-                            fence_async_shared()
-                            mbarrier.arrive(full.index(stage))
-                            stage, phase = _advance(stage, phase, STAGES)
+                        mbarrier.wait(empty.index(stage), phase)
+                        x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+                        bring_tokens(x, tail, bar, first, rows, 64 * (GROUPS * box + i), ptrs, x_descs, 0, FORM)
+                        _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                        fence_async_shared()
+                        mbarrier.arrive(full.index(stage))
+                        stage, phase = advance(stage, phase, STAGES)
         else:
             for start in range(0, K, BLOCK_K):
                 mbarrier.wait(empty.index(stage), phase)
                 x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                _bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 128 * BLOCK_K * 2, FORM)
+                bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 128 * BLOCK_K * 2, FORM)
                 at = [expert, column // 8, 0, 0, start] if GATED else [expert * FORM.pitch + column, start]
                 load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
+def store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
     """value [columns, tokens] into rows of out, from out_ptr on ``stride`` apart."""
     COLUMNS: gl.constexpr = value.shape[0]
     TOKENS: gl.constexpr = value.shape[1]
@@ -529,7 +524,7 @@ def _store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
+def finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
     """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``staging`` holds.
 
     ``out_ptrs``: out and, or None, z [S, 2N], which gets gate columns and then up columns as they are.
@@ -538,8 +533,8 @@ def _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.const
     TOKENS: gl.constexpr = acc.shape[1]
     if staging.shape[0] < TOKENS:
         a, b = acc.reshape([64, 2, TOKENS // 2]).permute([0, 2, 1]).split()
-        _finish(a, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
-        _finish(b, staging, out_ptrs, first + TOKENS // 2, stop, column, numbers, FORM, ACT)
+        finish(a, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
+        finish(b, staging, out_ptrs, first + TOKENS // 2, stop, column, numbers, FORM, ACT)
     else:
         out_ptr, z_ptr = out_ptrs
         COLUMNS: gl.constexpr = staging.shape[1]
@@ -549,15 +544,15 @@ def _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.const
             acc, _, _ = ACT(g, u, numbers, True, False)
             acc = acc.reshape([COLUMNS, TOKENS])
             if z_ptr is not None:
-                _store_tokens(g.reshape([COLUMNS, TOKENS]), staging, z_ptr + column, first, stop, 2 * N)
-                _store_tokens(u.reshape([COLUMNS, TOKENS]), staging, z_ptr + N + column, first, stop, 2 * N)
+                store_tokens(g.reshape([COLUMNS, TOKENS]), staging, z_ptr + column, first, stop, 2 * N)
+                store_tokens(u.reshape([COLUMNS, TOKENS]), staging, z_ptr + N + column, first, stop, 2 * N)
         elif ACT is not None:
             acc, _, _ = ACT(acc, acc, numbers, False, False)
-        _store_tokens(acc, staging, out_ptr + column, first, stop, N)
+        store_tokens(acc, staging, out_ptr + column, first, stop, N)
 
 
 @gluon.constexpr_function
-def _shape(i, width):
+def shape_of(i, width):
     """The i-th shape of a tile from the largest on: tokens of its one product and of its second, which may have none.
 
     A product has 256 columns at most, and a power of two.
@@ -567,9 +562,9 @@ def _shape(i, width):
 
 
 @gluon.constexpr_function
-def _most(i, width):
-    """The tokens that the i-th shape has room for, 0 past the last, which has 64."""
-    return sum(_shape(i, width)) if width >> i // 2 >= 64 else 0
+def most(i, width):
+    """The tokens that the i-th shape has room for, 0 past the last, which has 64, or the width where that is less."""
+    return sum(shape_of(i, width)) if width >> i // 2 >= min(width, 64) else 0
 
 
 @gluon.jit
@@ -613,16 +608,16 @@ def _multiply(
             acc, tail_acc = warpgroup_mma_wait(2, deps=[acc, tail_acc])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=start > 0)
-        stage, phase = _advance(stage, phase, STAGES)
+        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=start > 0)
+        stage, phase = advance(stage, phase, STAGES)
     if TAIL:
         acc, tail_acc = warpgroup_mma_wait(0, deps=[acc, tail_acc])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
+    mbarrier.arrive(empty.index(before(stage, STAGES)))
     if TAIL:
-        _finish(tail_acc, staging, out_ptrs, first + TOKENS, stop, column, numbers, FORM, ACT)
-    _finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
+        finish(tail_acc, staging, out_ptrs, first + TOKENS, stop, column, numbers, FORM, ACT)
+    finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM, ACT)
     return stage, phase
 
 
@@ -639,18 +634,18 @@ def _consume(
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    _, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
-    for visit in range(_visits(total, PROGRAMS)):
-        column = _tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N + BLOCK_N // 2 * WARPGROUP
+    _, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
+    for visit in range(visits_of(total, PROGRAMS)):
+        column = tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N + BLOCK_N // 2 * WARPGROUP
         first = next_first
         stop = next_stop
-        _, next_first, next_stop = _span(tiles_ptr, _tile_of(visit + 1, PROGRAMS), total, COLUMNS)
+        _, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         rows = stop - first
         place = (first, stop, column)
         for i in gl.static_range(6):
-            if _most(i, WIDTH) > 0:  # noqa: SIM102
-                if (rows > _most(i + 1, WIDTH)) & (rows <= _most(i, WIDTH)):
-                    SHAPE: gl.constexpr = _shape(i, WIDTH)
+            if most(i, WIDTH) > 0:  # noqa: SIM102
+                if (rows > most(i + 1, WIDTH)) & (rows <= most(i, WIDTH)):
+                    SHAPE: gl.constexpr = shape_of(i, WIDTH)
                     stage, phase = _multiply(
                         rings, staging, out_ptrs, place, stage, phase, numbers, FORM, ACT, WARPGROUP, SHAPE
                     )
@@ -738,6 +733,14 @@ def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks
     return enough and itemsize == 2 and whole and 0 < E * N < 2**31
 
 
+def decodes_ahead(load: float, K: int, format: str) -> bool:
+    """Whether `swap_ab_product` takes weights in blocks: many rows, and sums that fill its boxes.
+
+    The others are for grouped_linear_hopper_blocks.py.
+    """
+    return load > SELF_DECODED_ROWS and K % (64 * _groups(DECODERS[format])) == 0
+
+
 def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     """Whether `swap_ab_product` can multiply x with these weights.
 
@@ -753,6 +756,8 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     if w.format != u.format or not (x.is_contiguous() and begins_aligned(x)):
         return False
     if blocks:
+        if K // 8 * high_bits(DECODERS[w.format]) % 16:  # the copy engine's rows are such
+            return False
         return w.data.stride() == u.data.stride() and w.data.shape == u.data.shape and w.step == u.step
     w_data, u_data = w.data, u.data
     if w_data.dtype != x.dtype or not begins_aligned(w_data):
@@ -774,7 +779,7 @@ def _plane(rows: Rows, N: int, K: int) -> TensorDescriptor:
     return TensorDescriptor(plane, list(shape), list(strides), [1, 64, box], layout)
 
 
-def _described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+def described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=len(block))
     return TensorDescriptor(t, shape, strides, block, layout)
 
@@ -790,6 +795,7 @@ def swap_ab_product(
     activation: Activation | None,
     out: Tensor,
     z: Tensor | None = None,
+    width: int | None = None,
 ) -> None:
     """Launch the product into ``out`` ``[S, N]``, and what comes before a gated activation into ``z`` ``[S, 2N]``.
 
@@ -797,7 +803,8 @@ def swap_ab_product(
     """
     (S, N), E, K = out.shape, w.data.shape[0], x.shape[1]
     gated = activation is not None and activation.gated
-    stages = SWAP_AB_STAGES[tiles.width]
+    width = width or swap_ab_width(tiles.load)
+    stages = SWAP_AB_STAGES[width]
     w_pitch = 0 if w.format else w.data.stride(0) // K
     u_desc = None
     blocks_at = (0, 0, 0, (0, 0, 0, 0))
@@ -807,21 +814,21 @@ def swap_ab_product(
         blocks_at = (u.data.data_ptr() - w.data.data_ptr(), pitch, rows, (*w_place, *u_place))
         stages -= 1  # two boxes of every row have its place
     elif gated:
-        w_desc = _described(w.data, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
+        w_desc = described(w.data, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
     else:
-        w_desc = _described(w.data, [(E - 1) * w_pitch + N, K], [K, 1], [128, BLOCK_K.value])
-    heights = (tiles.width, tiles.width // 2, tiles.SPARE)
-    x_descs = [None if gather else _described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
+        w_desc = described(w.data, [(E - 1) * w_pitch + N, K], [K, 1], [128, BLOCK_K.value])
+    heights = (width, width // 2, tiles.SPARE)
+    x_descs = [None if gather else described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     # No programmatic dependent launch: a program takes a whole multiprocessor, and waiting there made it slower.
     top_k = max(1, S // x.shape[0])
     launch(
         _swap_ab_kernel,
         (programs,),
-        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.table, order, out, z),
+        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, tiles.width, stages),
+        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,

@@ -16,7 +16,7 @@ from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
 from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, hopper, most_tiles, rows_of
 from moefuse.backends.triton.plan import RowTiles
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.runtime.tiles import Tile, transposed_tile
+from moefuse.backends.triton.runtime.tiles import DECODED_BYTES, Tile, decodes_first, transposed_tile
 from moefuse.types import Plan, Weight
 
 transposed_hopper: ModuleType | None = None
@@ -155,6 +155,44 @@ def _transposed_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
+@triton.jit
+def _numbers_kernel(
+    w_ptr, out_ptr, matrix_bytes, rows, first, columns, width, DECODE: tl.constexpr, ROWS: tl.constexpr
+):
+    """out [E, rows, columns]: columns ``first`` and on of matrices in planes. Grid: tiles of rows, experts, strips."""
+    wait()
+    launch_dependents()
+    expert = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * 256
+    given = tl.minimum(row, rows - 1)
+    found = _decoded(
+        w_ptr + expert * matrix_bytes, rows, given, first + column, width, out_ptr.dtype.element_ty, DECODE, 256
+    )
+    n = column + tl.arange(0, 256)
+    out_ptrs = out_ptr + (expert * rows + row)[:, None] * columns + n[None, :]
+    tl.store(out_ptrs, found, mask=(row < rows)[:, None] & (n < columns)[None, :])
+
+
+def _numbers(rows: Rows, first: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Columns ``first`` and on of matrices, decoded: ``[E, K, columns]``. Numbers are given back as they are."""
+    if not rows.format:
+        return rows.data
+    E, K = rows.data.shape[:2]
+    made = torch.empty((E, K, columns), dtype=dtype, device=rows.data.device)
+    grid = (ceil_div(K, 16), E, ceil_div(columns, 256))
+    numbers = rows.data.stride(0), K, first, columns, width
+    options = {"DECODE": decoder_of(rows), "ROWS": 16, "num_warps": 4, "launch_pdl": PDL}
+    launch(_numbers_kernel, grid, rows.data, made, *numbers, **options)
+    return made
+
+
+def _experts_of(plan: Plan, experts: slice) -> Plan:
+    """The same plan for some experts alone: their rows stay where they are."""
+    offsets = plan.offsets[experts.start : experts.stop + 1]
+    return Plan(plan.counts[experts], offsets, plan.order, plan.inverse, plan.top_k, trusted=True)
+
+
 def _weight_descriptor(w: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """A descriptor of a stack ``[E, K, N]`` as one matrix of rows, where its experts lie whole rows apart."""
     E, K, N = w.shape
@@ -188,6 +226,15 @@ def transposed_product(
     given = [rows_of(stack) for stack in stacks]
     given = [rows if rows.format else Rows(rows.data[:, :, first : first + N]) for rows in given]
     in_blocks = any(rows.format for rows in given)
+    if in_blocks and not fill and decodes_first(S / E, a.element_size()):
+        # Every weight is decoded once, some experts at a time, not once for each tile of rows.
+        most = max(1, DECODED_BYTES // (sum(rows.data.shape[1] for rows in given) * N * a.element_size()))
+        for begin in range(0, E, most):
+            experts = slice(begin, min(E, begin + most))
+            some = [rows._replace(data=rows.data[experts]) for rows in given]
+            numbers = tuple(_numbers(rows, first, N, width, a.dtype) for rows in some)
+            transposed_product(a, numbers, _experts_of(plan, experts), out, gather=gather, scatter=scatter)
+        return
     if transposed_hopper is not None and not (in_blocks or scatter or fill):
         numbers = tuple(rows.data for rows in given)
         if transposed_hopper.takes(a, numbers, plan, N):

@@ -34,16 +34,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.grouped_linear_hopper import (
     BLOCK_K,
-    _advance,
-    _before,
-    _slots,
-    _span,
-    _tile_of,
-    _token_ptrs,
-    _visits,
+    advance,
+    before,
     is_hopper,
     load_rows,
     load_tile,
+    slots_of,
+    span,
+    tile_of,
+    token_ptrs,
+    visits_of,
 )
 from moefuse.backends.triton.grouped_outer_hopper import store_tile
 from moefuse.backends.triton.plan import RowTiles
@@ -102,25 +102,25 @@ def _produce(rings, a_ptr, descs, tiles_ptr, order_ptr, FORM: gl.constexpr, ACT:
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    next_expert, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
+    next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
     if GATHER:
-        slots0 = _slots(order_ptr, next_first, next_stop, 64)
-        slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
-    then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(1, PROGRAMS), total, COLUMNS)
-    for visit in range(_visits(total, PROGRAMS)):
-        column = _tile_of(visit, PROGRAMS) % COLUMNS * WIDTH
+        slots0 = slots_of(order_ptr, next_first, next_stop, 64)
+        slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
+    then_expert, then_first, then_stop = span(tiles_ptr, tile_of(1, PROGRAMS), total, COLUMNS)
+    for visit in range(visits_of(total, PROGRAMS)):
+        column = tile_of(visit, PROGRAMS) % COLUMNS * WIDTH
         expert = next_expert
         first = next_first
         high = next_stop - next_first > 64
         next_expert = then_expert
         next_first = then_first
         next_stop = then_stop
-        then_expert, then_first, then_stop = _span(tiles_ptr, _tile_of(visit + 2, PROGRAMS), total, COLUMNS)
+        then_expert, then_first, then_stop = span(tiles_ptr, tile_of(visit + 2, PROGRAMS), total, COLUMNS)
         if GATHER:
-            ptrs0 = _token_ptrs(a_ptr, slots0, FORM.stride, FORM.top_k)
-            ptrs64 = _token_ptrs(a_ptr, slots64, FORM.stride, FORM.top_k)
-            slots0 = _slots(order_ptr, next_first, next_stop, 64)
-            slots64 = _slots(order_ptr, next_first + 64, next_stop, 64)
+            ptrs0 = token_ptrs(a_ptr, slots0, FORM.stride, FORM.top_k)
+            ptrs64 = token_ptrs(a_ptr, slots64, FORM.stride, FORM.top_k)
+            slots0 = slots_of(order_ptr, next_first, next_stop, 64)
+            slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
         for start in range(0, FORM.k + FORM.second_k, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             a, bar = a_ring.index(stage), full.index(stage)
@@ -144,7 +144,7 @@ def _produce(rings, a_ptr, descs, tiles_ptr, order_ptr, FORM: gl.constexpr, ACT:
             else:
                 load_tile(half_desc, [first, start], bar, a.slice(0, 64, dim=0), pred=high ^ True)
                 load_tile(a_desc, [first, start], bar, a, pred=high)
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
         if ACT is not None:
             # What each warpgroup has of z: gate columns where rows of a lay, up columns where those of w lay.
             second_row = first + gl.where(high, 64, 0)
@@ -159,7 +159,7 @@ def _produce(rings, a_ptr, descs, tiles_ptr, order_ptr, FORM: gl.constexpr, ACT:
                 load_tile(z_desc, [second_row, FORM.n + second_column + begin], bar, w.slice(64, 64, dim=1))
                 if GATHER:
                     async_copy.mbarrier_arrive(bar, increment_count=False)
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -266,8 +266,8 @@ def _derive(
         else:
             tma.store_wait(0)
         if not FIRST:
-            mbarrier.arrive(empty.index(_before(stage, FORM.stages)))
-        stage, phase = _advance(stage, phase, FORM.stages)
+            mbarrier.arrive(empty.index(before(stage, FORM.stages)))
+        stage, phase = advance(stage, phase, FORM.stages)
     return total, stage, phase
 
 
@@ -317,10 +317,10 @@ def _multiply(
         acc = warpgroup_mma(a, w, acc, use_acc=start > 0, is_async=True)
         # The product of the stage before is done when only this stage's is under way.
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=start > 0)
-        stage, phase = _advance(stage, phase, STAGES)
+        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=start > 0)
+        stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
+    mbarrier.arrive(empty.index(before(stage, STAGES)))
     place = (first, stop, column)
     if ACT is not None:
         total = gl.zeros([64], gl.float32, rows)
@@ -338,7 +338,7 @@ def _multiply(
             else:
                 gl.store(parts_ptr + (2 * tile + WARPGROUP) * S + row, total, mask=live)
         tma.store_wait(0)
-        mbarrier.arrive(empty.index(_before(stage, STAGES)))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
     else:
         _finish(acc, stagings, out_ptr, out_desc, place, FORM, WARPGROUP)
     return stage, phase
@@ -365,11 +365,11 @@ def _consume(
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    _, next_first, next_stop = _span(tiles_ptr, _tile_of(0, PROGRAMS), total, COLUMNS)
-    for visit in range(_visits(total, PROGRAMS)):
-        place = (next_first, next_stop, _tile_of(visit, PROGRAMS) % COLUMNS * WIDTH)
+    _, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
+    for visit in range(visits_of(total, PROGRAMS)):
+        place = (next_first, next_stop, tile_of(visit, PROGRAMS) % COLUMNS * WIDTH)
         high = next_stop - next_first > 64
-        _, next_first, next_stop = _span(tiles_ptr, _tile_of(visit + 1, PROGRAMS), total, COLUMNS)
+        _, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         if high:
             stage, phase = _multiply(
                 rings, stagings, pointers, descs, tensors, place, stage, phase, numbers, FORM, ACT, WARPGROUP, HIGH
@@ -483,7 +483,7 @@ def takes_derivatives(z: Tensor, activation: Activation, layout: str, bias: Tens
     return activation.gated and layout == "halves" and bias is None and I % 64 == 0 and _is_matrix(z)
 
 
-def _described(t: Tensor, *block: int) -> TensorDescriptor:
+def described(t: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), gl.NVMMASharedLayout(128, 16, rank=2))
 
 
@@ -502,9 +502,9 @@ def _launch(
     (_, K, N), S = stacks[0].shape, plan.assignments
     second_k = stacks[1].shape[1] if len(stacks) > 1 else 0
     heights = (HEIGHT.value, 64)
-    a_descs = [None if gather else _described(a, rows, BLOCK_K.value) for rows in heights]
-    w_descs = [_described(_matrix(t), BLOCK_K.value, WIDTH.value) for t in stacks]
-    others = [None if t is None else _described(t, 64, 64) for t in (z, d_z, hidden, out)]
+    a_descs = [None if gather else described(a, rows, BLOCK_K.value) for rows in heights]
+    w_descs = [described(_matrix(t), BLOCK_K.value, WIDTH.value) for t in stacks]
+    others = [None if t is None else described(t, 64, 64) for t in (z, d_z, hidden, out)]
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count
     stages = 4
     top_k = max(1, S // max(1, a.shape[0]))

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moefuse.backends.triton.grouped_linear_hopper import _advance, _before, is_hopper, load_rows, load_tile
+from moefuse.backends.triton.grouped_linear_hopper import advance, before, is_hopper, load_rows, load_tile
 from moefuse.backends.triton.runtime.launch import begins_aligned, ceil_div, launch, unrecordable
 from moefuse.backends.triton.runtime.tiles import OUTER_ROWS, OuterTile, hopper_outer_tile
 from moefuse.types import Plan
@@ -78,7 +78,7 @@ def _rows_of(offsets_ptr, tile, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _slots(order_ptr, first, stop, ROWS: gl.constexpr):
+def slots_of(order_ptr, first, stop, ROWS: gl.constexpr):
     """The slots of ROWS rows; from ``stop`` on, the last one again."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -125,21 +125,21 @@ def _produce(rings, left_ptr, right_ptr, right_desc, offsets_ptr, order_ptr, tot
         begin = next_begin
         stop = next_stop
         next_begin, next_stop = _rows_of(offsets_ptr, tile + FORM.programs, FORM)
-        slots = _slots(order_ptr, begin, stop, ROWS)
+        slots = slots_of(order_ptr, begin, stop, ROWS)
         left_ptrs = left_ptr + left_first + within
         left = FORM.left_columns - left_first
         whole = (stop - begin) // ROWS
         for step in range(whole):
             start = begin + step * ROWS
             ptrs = left_ptrs + ((slots // FORM.top_k).to(gl.int64) * FORM.left_stride)[:, None]
-            slots = _slots(order_ptr, start + ROWS, stop, ROWS)
+            slots = slots_of(order_ptr, start + ROWS, stop, ROWS)
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, ROWS * FORM.right_width * 2)
             load_tile(right_desc, [start, right_first], bar, right_ring.index(stage))
             _gather(left_ring.index(stage), ptrs, None, left, CUT)
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
         start = begin + whole * ROWS
         if start < stop:
             live = start + row < stop
@@ -152,7 +152,7 @@ def _produce(rings, left_ptr, right_ptr, right_desc, offsets_ptr, order_ptr, tot
             _gather(right_ring.index(stage), right_ptrs, live, FORM.right_columns - right_first, CUT_RIGHT)
             mbarrier.arrive(bar)
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -230,13 +230,13 @@ def _consume(rings, stagings, out_desc, offsets_ptr, total, FORM: gl.constexpr, 
                 acc, second = warpgroup_mma_wait(2, deps=[acc, second])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
-            stage, phase = _advance(stage, phase, STAGES)
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=step > 0)
+            stage, phase = advance(stage, phase, STAGES)
         if TWO:
             acc, second = warpgroup_mma_wait(0, deps=[acc, second])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=rows >= ROWS)
+        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=rows >= ROWS)
         if rows % ROWS > 0:
             mbarrier.wait(full.index(stage), phase)
             fence_async_shared()
@@ -247,7 +247,7 @@ def _consume(rings, stagings, out_desc, offsets_ptr, total, FORM: gl.constexpr, 
             else:
                 acc, second = _add_last(acc, second, left, right, rows >= ROWS, FORM, ROWS // 2, WARPGROUP)
             mbarrier.arrive(empty.index(stage))
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
         _store(acc, stagings, out_desc, (expert, left_first, right_first), FORM.turned, WARPGROUP)
         if TWO:
             _store(second, stagings, out_desc, (expert, left_first + 64, right_first), FORM.turned, WARPGROUP)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
-from moefuse.backends.triton.runtime.tiles import swap_ab_width
 
 #: assignments a program places; also the grain of the counts
 _BLOCK_S = 128
@@ -151,7 +148,7 @@ def _token_tiles_kernel(offsets_ptr, table_ptr, E, WIDTH: tl.constexpr, SPARE: t
 
 
 class TokenTiles:
-    """A plan's rows cut into tiles of ``width``, an expert's last up to SPARE higher: that costs less than one more.
+    """A plan's rows cut into tiles, an expert's last up to SPARE higher than the rest: that costs less than one more.
 
     Those with more rows stand first. The products of one call share it; the one that asks first launches its kernel.
     """
@@ -159,17 +156,22 @@ class TokenTiles:
     SPARE = 32
 
     def __init__(self, offsets: Tensor, S: int) -> None:
-        self.offsets, self.S = offsets, S
-        self.width = swap_ab_width(S / max(1, offsets.shape[0] - 1))
+        self.offsets, self.S, self._made = offsets, S, dict[int, Tensor]()
 
-    @functools.cached_property
-    def table(self) -> Tensor:
-        """``[1 + tiles, 3]``: how many there are in its first number, then expert, first row and stop of each."""
-        E = self.offsets.shape[0] - 1
-        made = torch.empty((1 + self.S // self.width + E, 3), dtype=torch.int32, device=self.offsets.device)
-        options = {"WIDTH": self.width, "SPARE": self.SPARE, "BLOCK_E": block_of(E), "num_warps": 4, "launch_pdl": PDL}
-        launch(_token_tiles_kernel, (1,), self.offsets, made, E, **options)
-        return made
+    @property
+    def load(self) -> float:
+        """Rows per expert."""
+        return self.S / max(1, self.offsets.shape[0] - 1)
+
+    def of(self, width: int) -> Tensor:
+        """Tiles of ``width`` rows ``[1 + tiles, 3]``: how many in its first number, then expert, first row and stop."""
+        if width not in self._made:
+            E = self.offsets.shape[0] - 1
+            made = torch.empty((1 + self.S // width + E, 3), dtype=torch.int32, device=self.offsets.device)
+            options = {"WIDTH": width, "SPARE": self.SPARE, "BLOCK_E": block_of(E), "num_warps": 4, "launch_pdl": PDL}
+            launch(_token_tiles_kernel, (1,), self.offsets, made, E, **options)
+            self._made[width] = made
+        return self._made[width]
 
 
 class RowTiles(TokenTiles):
@@ -178,5 +180,6 @@ class RowTiles(TokenTiles):
     HEIGHT = 128
     SPARE = 0
 
-    def __init__(self, offsets: Tensor, S: int) -> None:
-        self.offsets, self.S, self.width = offsets, S, self.HEIGHT
+    @property
+    def table(self) -> Tensor:
+        return self.of(self.HEIGHT)

@@ -875,3 +875,95 @@ def code_pairs(codes, scale, offset, dtype: tl.constexpr, DECODE: tl.constexpr):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.constexpr_function
+def _pair_lookup_asm(decode):
+    """Of four nibbles in a row what they stand for, 128 higher: see `_lookup_lines`."""
+    tables = [word ^ 0x80808080 for word in _table_words(decode)]
+    lines = [".reg .b32 s, c, l, h;", *_lookup_lines(tables, "$1", ("$0",))]
+    return "{" + " ".join(lines) + "}"
+
+
+@triton.jit
+def _slot_bits(words, slot, BITS: tl.constexpr):
+    """The BITS of slots of a plane, from the words that have them: one in each byte."""
+    return (words >> (BITS * (slot % (8 // BITS)))) & _mask(BITS)
+
+
+@triton.jit
+def pair_codes(q, high, slot, pair, DECODE: tl.constexpr):
+    """Words of bytes in which two are the codes of the first or the second ``pair`` of slots, and which two.
+
+    ``q`` and ``high`` are the words of the planes that have a slot. Codes with a sign are 128 higher.
+    """
+    BASE: tl.constexpr = base_bits(DECODE)
+    if _has_table(DECODE):
+        # Half a word has the nibbles of a pair of two slots by turns.
+        half = q >> (16 * pair)
+        codes = tl.inline_asm_elementwise(
+            _pair_lookup_asm(DECODE), "=&r,r", [half], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        first = slot % 2 + 0 * pair
+        second = first + 2
+    else:
+        if _in_e4m3(DECODE):
+            codes = q
+        elif BASE == 8:
+            codes = q ^ 0x80808080
+        else:
+            codes = _slot_bits(q, slot, BASE)
+        if high_bits(DECODE) > 0:
+            codes |= _slot_bits(high, slot, high_bits(DECODE)) << BASE
+        first = 2 * pair
+        second = first + 1
+    return codes, first, second
+
+
+_PAIRS = {tl.bfloat16: "bf16x2", tl.float16: "f16x2"}
+
+
+@triton.constexpr_function
+def _number_pair_asm(decode, dtype):
+    if _kind(decode).e4m3:
+        lines = [".reg .b16 a, b; .reg .b32 p, f<2>; shr.b32 p, $1, $3; mov.b32 {a, b}, p;"]
+        lines.append("cvt.rn.f16x2.e4m3x2 p, a; mov.b32 {a, b}, p; cvt.f32.f16 f0, a; cvt.f32.f16 f1, b;")
+        lines += [f"mul.f32 f{i}, f{i}, $7;" for i in range(2)]
+        return "{" + " ".join([*lines, f"cvt.rn.{_PAIRS[dtype]}.f32 $0, f1, f0;"]) + "}"
+    most = "0x47000000" if _kind(decode).signed else "0x43000000"
+    # Each operand comes twice, once for each number.
+    lines = [".reg .b32 f<2>;"]
+    for i in range(2):
+        lines.append(f"prmt.b32 f{i}, $1, {most}, ${3 + 2 * i};")
+        lines.append(f"fma.rn.f32 f{i}, f{i}, $7, $9;")
+    return "{" + " ".join([*lines, f"cvt.rn.{_PAIRS[dtype]}.f32 $0, f1, f0;"]) + "}"
+
+
+_TWICE_FIVE = tl.constexpr("=r" + ",r" * 10)
+
+
+@triton.jit
+def _twice(x, SHAPE: tl.constexpr):
+    """[..] to [.., 2] of that shape."""
+    return tl.broadcast_to(x[:, :, :, :, :, None], SHAPE)
+
+
+@triton.jit
+def number_pairs(codes, first, second, scale, offset, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """What `pair_codes` found as numbers: [.., 2] of ``dtype``. ``scale`` and ``offset`` are those of `factors`."""
+    # By a byte permutation the float32 of a number and 128, or 32768 where codes have a sign: see `_number`.
+    if _in_e4m3(DECODE):
+        first = first * 8
+    elif _signed(DECODE):
+        first, second = first * 16 + 0x7404, second * 16 + 0x7404
+    else:
+        first, second = first * 256 + 0x7044, second * 256 + 0x7044
+    SHAPE: tl.constexpr = [4, 8, 2, 2, 2, 2]
+    operands = (_twice(codes, SHAPE), _twice(first, SHAPE), _twice(second, SHAPE))
+    operands = operands + (_twice(scale, SHAPE), _twice(offset, SHAPE))  # noqa: RUF005
+    ASM: tl.constexpr = _number_pair_asm(DECODE, dtype)
+    if dtype == tl.bfloat16:
+        found = tl.inline_asm_elementwise(ASM, _TWICE_FIVE, operands, dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(ASM, _TWICE_FIVE, operands, dtype=tl.float16, is_pure=True, pack=2)
+    return found

@@ -44,6 +44,10 @@ SWAP_AB_ROWS = 24
 SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
+#: up to this many rows per expert weights in blocks are decoded by who multiplies: grouped_linear_hopper_blocks.py
+SELF_DECODED_ROWS = 48
+#: tokens of its tiles -> stages of tokens, and boxes of codes
+SWAP_AB_RINGS = {32: (8, 8), 128: (5, 6)}
 #: tiles of blocks up to this high are multiplied row by row of x, without tensor cores
 FEW_ROWS = 8
 #: of gate rows in blocks beside up rows in numbers, or the other way round: strips of both take their room
@@ -133,6 +137,11 @@ def swap_ab_width(rows_per_expert: float) -> int:
     return 64 if rows_per_expert <= 80 else 128 if rows_per_expert <= 136 else 256
 
 
+def swap_ab_blocks_width(rows_per_expert: float) -> int:
+    """Likewise of grouped_linear_hopper_blocks.py's product."""
+    return 32 if rows_per_expert <= SELF_DECODED_ROWS else 128
+
+
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
     """Fewer stages, then a shorter K, until the tile fits the card's shared memory."""
     limit = shared_limit(device)
@@ -167,6 +176,15 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
 
 
 # The backward's tiles are not measured yet: they follow the forward's of the same height.
+
+
+#: bytes of numbers that weights in blocks are decoded into at a time, where that is done ahead of a product
+DECODED_BYTES = 128 << 20
+
+
+def decodes_first(rows_per_expert: float, itemsize: int) -> bool:
+    """Whether a transposed product with weights in blocks decodes them ahead: of many rows each tile would again."""
+    return rows_per_expert > MANY_ROWS and itemsize == 2
 
 
 def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device, in_blocks: bool = False) -> Tile:
