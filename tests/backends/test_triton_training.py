@@ -132,7 +132,7 @@ def test_transposed_product_of_blocks(target, rng, format):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("formats", [("Q8_0", "Q5_1"), ("Q4_0", None), (None, "Q8_0")], ids=str)
 def test_transposed_product_of_two_stacks(target, rng, monkeypatch, formats, ahead):
-    """Some columns of stacks of other formats, or one of them in numbers; decoded tile by tile, or two experts ahead."""
+    """Some columns of stacks of other formats, or one of them in numbers; decoded by tiles, or two experts ahead."""
     from moefuse.backends.triton import grouped_linear_transposed
     from moefuse.backends.triton.grouped_linear_transposed import transposed_product
 
