@@ -231,3 +231,28 @@ def test_steps_of_one_cuda_graph_are_those_of_eager_training(target):
         step()
     for name, value in eager.named_parameters():
         assert torch.equal(value, captured.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("T", "E", "H"), [(70, 5, 70), (33, 70, 130), (65, 130, 40)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_routers_gradients_of_many_tokens(target, rng, monkeypatch, norm, T, E, H):
+    """In the large tiles that many tokens have."""
+    from moefuse.backends.triton import gate_backward
+
+    monkeypatch.setattr(gate_backward, "_MANY_TOKENS", 1)
+    given = {"x": oracle.normal(rng, T, H), "router": oracle.normal(rng, E, H, scale=H**-0.5)}
+    if norm:
+        given["norm_weight"] = oracle.uniform(rng, H) + 0.5
+    d = oracle.normal(rng, T, 3)
+
+    def found(backend, device, dtype):
+        leaves = {name: t.to(device, dtype).requires_grad_() for name, t in given.items()}
+        x, router, *rest = leaves.values()
+        options = {"norm_weight": rest[0]} if norm else {}
+        weights, _ = moefuse.gate(x, router, moefuse.Routing(3), **options, backend=backend)
+        weights.backward(d.to(device, weights.dtype))
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    want = found("reference", "cpu", torch.float64)
+    with poisoned():
+        agree(found(*target, torch.float32), want, oracle.GRADIENT)
