@@ -226,8 +226,10 @@ def transposed_product(
     given = [rows_of(stack) for stack in stacks]
     given = [rows if rows.format else Rows(rows.data[:, :, first : first + N]) for rows in given]
     in_blocks = any(rows.format for rows in given)
-    if in_blocks and not fill and decodes_first(S / E, a.element_size()):
+    if in_blocks and decodes_first(S / E, a.element_size()):
         # Every weight is decoded once, some experts at a time, not once for each tile of rows.
+        if fill:
+            out.zero_()
         most = max(1, DECODED_BYTES // (sum(rows.data.shape[1] for rows in given) * N * a.element_size()))
         for begin in range(0, E, most):
             experts = slice(begin, min(E, begin + most))
