@@ -414,7 +414,9 @@ def test_each_format_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         return made
 
     monkeypatch.setattr(search, "OnCard", on_card)
-    code, output = invoke("--hidden", "256", "--intermediate", "256", "--weights", "all", "--minutes", "13")
+    code, output = invoke(
+        "--hidden", "256", "--intermediate", "256", "--weights", "all", "--minutes", str(len(FORMATS))
+    )
     assert code == 0, output
     for name in FORMATS:
         for count in (1, 40):

@@ -31,6 +31,13 @@ inline Vec load_bf16_odd(const void* p) {
   return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
+// The other way, of numbers that bf16 holds.
+inline void store_bf16_pairs(void* p, Vec even, Vec odd) {
+  __m256i high = _mm256_and_si256(_mm256_castps_si256(odd), _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  __m256i low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_or_si256(low, high));
+}
+
 inline Vec load_f16(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 inline void store_f16(void* p, Vec v) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

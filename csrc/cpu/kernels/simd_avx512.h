@@ -32,6 +32,13 @@ inline Vec load_bf16_odd(const void* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask));
 }
 
+// The other way, of numbers that bf16 holds.
+inline void store_bf16_pairs(void* p, Vec even, Vec odd) {
+  __m512i high = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+  __m512i low = _mm512_maskz_srli_epi32(0xffff, _mm512_castps_si512(even), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(low, high));
+}
+
 inline Vec load_f16(const void* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }

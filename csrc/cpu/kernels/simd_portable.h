@@ -53,6 +53,12 @@ inline Vec load_bf16_odd(const void* p) {
   return reinterpret_cast<Vec>(raw & 0xffff0000u);
 }
 
+// The other way, of numbers that bf16 holds.
+inline void store_bf16_pairs(void* p, Vec even, Vec odd) {
+  VecU both = (reinterpret_cast<VecU>(even) >> 16) | (reinterpret_cast<VecU>(odd) & 0xffff0000u);
+  std::memcpy(p, &both, sizeof both);
+}
+
 inline float f16_to_f32(uint16_t h) {
   uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   uint32_t magnitude = h & 0x7fffu;
