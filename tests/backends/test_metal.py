@@ -425,7 +425,10 @@ EDGES = (0x7C00, 0xFC00, 0x7E00, 0xFE00, 0x7C01, 0x0000, 0x8000, 0x0001)
 
 
 def with_edges(rng: torch.Generator, name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Some blocks ``[.., bytes of one]`` with a strange scale, in place; MXFP4's are its exponent's ends."""
+    """Some blocks ``[.., bytes of one]`` with a strange scale, in place; MXFP4's are its exponent's ends.
+
+    FP8's scales are float32. Some of its blocks have a NaN among their codes besides.
+    """
     form, flat = FORMATS[name], blocks.view(-1, FORMATS[name].nbytes)
     for place in form.scales:
         chosen = torch.randperm(len(flat), generator=rng)[: len(EDGES)]
@@ -433,6 +436,11 @@ def with_edges(rng: torch.Generator, name: str, blocks: torch.Tensor) -> torch.T
         flat[chosen, place : place + 2] = values.view(torch.uint8).view(-1, 2)
     if name == "MXFP4":
         flat[torch.randperm(len(flat), generator=rng)[:4], 0] = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    if name == "FP8":
+        odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]).view(torch.uint8).view(-1, 4)
+        chosen = torch.randperm(len(flat), generator=rng)
+        flat[chosen[:5], :4] = odd
+        flat[chosen[5:7], 4 + 77] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
     return blocks
 
 

@@ -5,6 +5,7 @@ import torch
 from bad_indices import check_bad_indices
 
 import moefuse
+from moefuse import QuantTensor
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
 from moefuse.testing.inputs import tensors_in
@@ -63,7 +64,9 @@ def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong() -> None:
 
 @pytest.mark.skipif(not EMULATED, reason="the case table runs it on the GPU")
 @pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("kinds", [("Q4_K:exact", None), (None, "Q8_0:exact"), ("Q6_K:exact", "Q3_K:exact")])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K:exact", None), (None, "Q8_0:exact"), ("Q6_K:exact", "Q3_K:exact"), ("FP8", "Q4_K:exact")]
+)
 def test_gate_and_up_in_blocks_or_in_numbers(T: int, kinds: tuple[str | None, str | None], rng) -> None:
     """Few tokens and more; sentinels; an I that fills no strip of 256."""
     made = cases.Inputs(rng, torch.float32)
@@ -94,6 +97,34 @@ def test_few_tokens_are_rounded_to_8_bits_unless_blocks_are_exact(format: str, t
         assert (got[1] == 0).all()
         error = difference(got[[0, 3]], want[[0, 3]])
         assert least <= error.rms < most, error
+
+
+@pytest.mark.parametrize("target", [t for t in cases.runnable(emulated=True) if t[0] == "triton"], ids=lambda t: t[1])
+@pytest.mark.parametrize("arrangement", ["", "planes"])
+@pytest.mark.parametrize("T", [1, 128])
+def test_every_code_of_fp8(T: int, arrangement: str, target: tuple[str, str], rng) -> None:
+    """To the last bit, one row of x or tiles of them; a NaN or a strange scale is seen in its row, and in no other."""
+    blocks = torch.randint(256, (9, 2, 132), generator=rng, dtype=torch.uint8)
+    blocks[:2, 0, 4:] = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    blocks[:, :, 4:][blocks[:, :, 4:] & 0x7F == 0x7F] = 1
+    blocks[..., :4] = (torch.rand((9, 2, 1), generator=rng) + 0.1).view(torch.uint8).view(9, 2, 4)
+    weight = QuantTensor(blocks.view(9, 264), "FP8")
+    # Denormal numbers, which a GPU may flush, are not among them.
+    x = torch.eye(256)[:128] if T > 1 else torch.eye(256)[77:78]
+    want = weight.dequantize()[:, :128].T if T > 1 else weight.dequantize()[None, :, 77]
+
+    def product(given: QuantTensor) -> torch.Tensor:
+        there = given.to(target[1]) if target[1] == "cuda" else given
+        return moefuse.linear(x.to(target[1]), there.arranged(arrangement), backend="triton").cpu()
+
+    assert torch.equal(product(weight), want)
+    strange = weight.blocks.view(9, 2, 132)
+    strange[3, 1, 4 + 77], strange[5, 0, 4] = 0x7F, 0xFF
+    strange[7, 1, :4] = torch.tensor([torch.nan]).view(torch.uint8)
+    strange[8, 0, :4] = torch.tensor([torch.inf]).view(torch.uint8)
+    got = product(weight)
+    assert not got[:, [3, 5, 7, 8]].isfinite().any()
+    assert torch.equal(got[:, [0, 1, 2, 4, 6]], want[:, [0, 1, 2, 4, 6]])
 
 
 def strange() -> list:

@@ -119,7 +119,8 @@ def test_transposed_product_of_blocks(target, rng, format):
     """Rows that fill no tile, a last strip that is not whole where blocks allow it, rows without an expert."""
     backend, device = target
     E, N = 2, 41
-    stack = test_training_blocks.weight(rng, format, E, N, 512 if FORMATS[format].values == 256 else 352).to(device)
+    K = {256: 512, 128: 384, 32: 352}[FORMATS[format].values]
+    stack = test_training_blocks.weight(rng, format, E, N, K).to(device)
     plan = moefuse.plan(torch.randint(-1, E + 1, (5, 2), generator=rng).to(device), E, backend=backend)
     grad = oracle.normal(rng, 10, N).to(device)
     with poisoned():

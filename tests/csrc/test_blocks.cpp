@@ -1,4 +1,4 @@
-// Products with weights in GGUF blocks against a plain reading of the formats in double, value by value.
+// Products with weights in blocks against a plain reading of the formats in double, value by value.
 //
 // The last block of every weight stands right before a page that cannot be read.
 #include <sys/mman.h>
@@ -23,7 +23,7 @@ const Kind kKinds[] = {
     {"Q5_1", WeightType::q5_1, 32, 24, {0, 2}},      {"Q4_1", WeightType::q4_1, 32, 20, {0, 2}},
     {"IQ4_NL", WeightType::iq4_nl, 32, 18, {0}},     {"IQ4_XS", WeightType::iq4_xs, 256, 136, {0}},
     {"MXFP4", WeightType::mxfp4, 32, 17, {}},        {"Q2_K", WeightType::q2_k, 256, 84, {80, 82}},
-    {"Q3_K", WeightType::q3_k, 256, 110, {108}},
+    {"Q3_K", WeightType::q3_k, 256, 110, {108}},     {"FP8", WeightType::fp8, 128, 132, {}},
 };
 
 // A weight as scale * q + offset.
@@ -35,6 +35,14 @@ struct Term {
 };
 
 double half_at(const uint8_t* at) { return widen(Dtype::f16, at); }
+
+double float_at(const uint8_t* at) { return widen(Dtype::f32, at); }
+
+double e4m3(uint8_t code) {
+  int e = (code >> 3) & 15, m = code & 7;
+  double size = (code & 127) == 127 ? NAN : e == 0 ? std::ldexp(m, -9) : std::ldexp(8 + m, e - 10);
+  return code < 128 ? size : -size;
+}
 
 int nibble(const uint8_t* qs, int64_t k) { return k < 16 ? qs[k] & 15 : qs[k - 16] >> 4; }
 
@@ -88,6 +96,7 @@ Term term(WeightType type, const uint8_t* b, int64_t k) {
       double scale = half_at(b + 108) * ((low | high << 4) - 32);
       return {scale, q * 1.0, -4 * scale};
     }
+    case WeightType::fp8: return {float_at(b), e4m3(b[4 + k]), 0};
     default: return {};
   }
 }
@@ -130,6 +139,15 @@ void fill(const Kind& kind, Scales scales, uint8_t* blocks, int64_t count) {
     }
     if (kind.type == WeightType::mxfp4) {
       b[0] = static_cast<uint8_t>(scales == Scales::usual ? 118 + below(6) : scales == Scales::largest ? 200 : below(3));
+    }
+    if (kind.type == WeightType::fp8) {
+      float scale = std::ldexp(1 + 0.01f * static_cast<float>(below(100)), scales == Scales::usual ? -12 : -110);
+      if (scales == Scales::largest) scale = 65504;
+      std::memcpy(b, &scale, 4);
+      for (int64_t at = 4; at < kind.bytes; ++at) {
+        if ((b[at] & 127) == 127 || (scales == Scales::largest && i % 2 == 0)) b[at] = 0xfe;
+      }
+      continue;
     }
     // All bits set: the largest products a group can have.
     if (scales == Scales::largest) {
@@ -175,7 +193,7 @@ void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int
     for (int64_t r = offsets[static_cast<size_t>(e)]; r < offsets[static_cast<size_t>(e + 1)]; ++r) {
       std::vector<double> in;
       for (int64_t k = 0; k < K; ++k) in.push_back((*x)[r * K + k]);
-      if (!exact) in = rounded(*x, r, K);
+      if (!exact && kind.type != WeightType::fp8) in = rounded(*x, r, K);
       for (int64_t n = 0; n < N; ++n) {
         double want = 0, size = 0;
         for (int64_t k = 0; k < K; ++k) {
@@ -236,7 +254,13 @@ void test_not_finite(const Kind& kind, bool exact) {
   Guarded blocks(N * row_bytes);
   fill(kind, Scales::usual, blocks.data(), N * K / kind.size);
   uint16_t infinity = 0x7c00;
-  if (!kind.scales.empty()) std::memcpy(blocks.data() + 3 * row_bytes + kind.scales[0], &infinity, 2);
+  bool spoilt = !kind.scales.empty();
+  if (spoilt) std::memcpy(blocks.data() + 3 * row_bytes + kind.scales[0], &infinity, 2);
+  if (kind.type == WeightType::fp8) {
+    // A NaN among the codes instead: whatever it is multiplied with.
+    blocks.data()[3 * row_bytes + 4 + 127] = 0xff;
+    spoilt = true;
+  }
   auto x = random_buffer(Dtype::f32, 3 * K);
   x->set(K + 7, NAN), x->set(2 * K + 50, kInf);
   std::vector<int32_t> offsets = {0, 3}, order = {0, 1, 2};
@@ -244,7 +268,7 @@ void test_not_finite(const Kind& kind, bool exact) {
   Weight weight{blocks.data(), kind.type, 1, N, K, 0, row_bytes, exact};
   grouped_linear(x->tensor(K), weight, {}, {indices(offsets), indices(order), {}}, false, false, y.output(N), 1);
   for (int64_t n = 0; n < N; ++n) {
-    check(std::isfinite(y[n]) == (n != 3 || kind.scales.empty()), "an infinite scale shows in its row and nowhere else");
+    check(std::isfinite(y[n]) == (n != 3 || !spoilt), "an infinite scale shows in its row and nowhere else");
     check(std::isnan(y[N + n]), "NaN comes through");
     check(!std::isfinite(y[2 * N + n]), "an infinity comes through");
   }

@@ -18,7 +18,7 @@ from .oracle import assert_close
 
 def width_of(*formats):
     """Columns that fill blocks of all these formats, and not a whole tile of each."""
-    return max(256 if name and FORMATS[name].values == 256 else 96 for name in formats)
+    return max({256: 256, 128: 128, 32: 96}[FORMATS[name].values] if name else 96 for name in formats)
 
 
 def weight(rng, format, *shape):

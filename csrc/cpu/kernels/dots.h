@@ -13,9 +13,10 @@ namespace moefuse::MOEFUSE_ISA {
 // Activations that stay in a 32 KiB L1 while weight rows stream past them.
 constexpr int64_t kResident = 16 << 10;
 
-// A weight format: elements and bytes of a step, which adds them to every sum of a tile.
+// A weight format: elements and bytes of a step, which adds them to every sum of a tile, and the unit of the sums.
 struct F32Weights {
   static constexpr int64_t kActBytes = 4;
+  static constexpr float kUnit = 1;
   static constexpr int64_t kStep = kChunk;
   static constexpr int64_t kStepBytes = kChunk * 4;
   static constexpr int kVecs = kChunk / kLanes;
@@ -24,6 +25,7 @@ struct F32Weights {
 
 struct F16Weights {
   static constexpr int64_t kActBytes = 4;
+  static constexpr float kUnit = 1;
   static constexpr int64_t kStep = kChunk;
   static constexpr int64_t kStepBytes = kChunk * 2;
   static constexpr int kVecs = kChunk / kLanes;
@@ -33,6 +35,7 @@ struct F16Weights {
 // Vectors come out as the even, then the odd elements of each pair of registers; `pack_even_odd` matches.
 struct BF16Weights {
   static constexpr int64_t kActBytes = 4;
+  static constexpr float kUnit = 1;
   static constexpr int64_t kStep = kChunk;
   static constexpr int64_t kStepBytes = kChunk * 2;
   static constexpr int kVecs = kChunk / kLanes;
@@ -71,6 +74,7 @@ struct Multiply {
 #ifdef __AVX512BF16__
 struct BF16Dot {
   static constexpr int64_t kActBytes = 2;
+  static constexpr float kUnit = 1;
   static constexpr int64_t kStep = kChunk;
   static constexpr int64_t kStepBytes = kChunk * 2;
 };
@@ -96,6 +100,10 @@ struct Ahead {
   int64_t row = 0;
   int64_t step = 0;
 };
+
+// Weight rows of a register tile of M rows.
+template <class W, int M>
+constexpr int kColumns = kTileColumns[M];
 
 inline uintptr_t address_of(const char* p) { return reinterpret_cast<uintptr_t>(p); }
 
@@ -150,12 +158,15 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
   }
   for (int m = 0; m < M; ++m) {
     float* z = d.z + (m0 + m) * d.ldz + n0;
-    for (int n = 0; n < N; ++n) z[n] = k0 == 0 ? sums[m * N + n] : z[n] + sums[m * N + n];
+    for (int n = 0; n < N; ++n) {
+      float sum = sums[m * N + n] * W::kUnit;
+      z[n] = k0 == 0 ? sum : z[n] + sum;
+    }
   }
 }
 
-// tile<W, M, n> for an n known at run time, at most kTileColumns[M].
-template <class W, int M, int N = kTileColumns[M]>
+// tile<W, M, n> for an n known at run time, at most kColumns<W, M>.
+template <class W, int M, int N = kColumns<W, M>>
 void tile_columns(const Dots& d, int64_t columns, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
   if (columns == N) {
     tile<W, M, N>(d, m0, n0, k0, ahead);
@@ -169,7 +180,7 @@ void tile_columns(const Dots& d, int64_t columns, int64_t m0, int64_t n0, int64_
 template <class W, int M = kTileRows>
 void row_tile(const Dots& d, int64_t rows, int64_t m0, int64_t k0, int64_t r, int64_t row_tiles, uintptr_t next) {
   if (rows == M) {
-    constexpr int64_t kStep = kTileColumns[M];
+    constexpr int64_t kStep = kColumns<W, M>;
     int64_t turn = 0;
     for (int64_t n0 = 0; n0 < d.N; n0 += kStep) {
       int64_t columns = d.N - n0 < kStep ? d.N - n0 : kStep;
@@ -192,7 +203,7 @@ void row_tile(const Dots& d, int64_t rows, int64_t m0, int64_t k0, int64_t r, in
 template <class W, int M = kTileRows>
 void single_row_tile(const Dots& d) {
   if (d.M == M) {
-    constexpr int64_t kStep = kTileColumns[M];
+    constexpr int64_t kStep = kColumns<W, M>;
     for (int64_t n0 = 0; n0 < d.N; n0 += kStep) {
       int64_t columns = d.N - n0 < kStep ? d.N - n0 : kStep;
       const char* next = n0 + kStep < d.N ? d.w[n0 + kStep] : d.next;

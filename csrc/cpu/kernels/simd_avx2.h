@@ -31,28 +31,34 @@ inline Vec load_bf16_odd(const void* p) {
   return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
+inline Vec load_f16(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline void store_f16(void* p, Vec v) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
 // 32 bytes in e4m3, over 2**8: the even and the odd elements of the first 16, then those of the others. Not-a-number,
 // which comes out as 480, raises a byte of `most` to 0xfe.
 using Most = __m256i;
 inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
   __m256i raw = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  asm("" : "+x"(raw));  // or it would be loaded for each use
   most = _mm256_max_epu8(most, _mm256_add_epi8(raw, raw));
   // As a float16: the sign on top, a zero bit, then exponent and mantissa.
   __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
   __m256i odd = _mm256_and_si256(_mm256_srai_epi16(raw, 1), mask);
   __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(raw, 8), 1), mask);
-  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(even));
-  out[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(odd));
-  out[2] = _mm256_cvtph_ps(_mm256_extracti128_si256(even, 1));
-  out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1));
+  // Through memory, because the conversion of a register takes a shuffle more.
+  alignas(32) uint16_t halves[32];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(halves), even);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(halves + 16), odd);
+  asm("" : "+m"(halves));
+  out[0] = load_f16(halves);
+  out[1] = load_f16(halves + 16);
+  out[2] = load_f16(halves + 8);
+  out[3] = load_f16(halves + 24);
 }
 inline bool has_nan(Most most) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(static_cast<char>(0xfe)))) != 0;
-}
-
-inline Vec load_f16(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
-inline void store_f16(void* p, Vec v) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 
 // out[i] = sum of v[i]; the same order of additions whatever i.

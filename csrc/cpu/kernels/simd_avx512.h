@@ -32,11 +32,20 @@ inline Vec load_bf16_odd(const void* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask));
 }
 
+inline Vec load_f16(const void* p) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+inline void store_f16(void* p, Vec v) {
+  __m256i half = _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(static_cast<__m256i*>(p), half);
+}
+
 // 64 bytes in e4m3, over 2**8: the even and the odd elements of the first 32, then those of the others. Not-a-number,
 // which comes out as 480, raises a byte of `most` to 0xfe.
 using Most = __m512i;
 inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
   __m512i raw = _mm512_loadu_si512(p);
+  asm("" : "+v"(raw));  // or it would be loaded for each use
   most = _mm512_max_epu8(most, _mm512_add_epi8(raw, raw));
   // As a float16: the sign on top, a zero bit, then exponent and mantissa.
   __m512i mask = _mm512_set1_epi16(static_cast<int16_t>(0xbf80));
@@ -48,14 +57,6 @@ inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
   out[3] = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xff, odd, 1));
 }
 inline bool has_nan(Most most) { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(static_cast<char>(0xfe))) != 0; }
-
-inline Vec load_f16(const void* p) {
-  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
-}
-inline void store_f16(void* p, Vec v) {
-  __m256i half = _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
-  _mm256_storeu_si256(static_cast<__m256i*>(p), half);
-}
 
 #ifdef __AVX512BF16__
 // acc + the 16 two-element products of 32 bf16 pairs.

@@ -12,6 +12,12 @@ typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t VecU __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 
+// Four bytes in each lane, and the same bits as integers of other widths.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef int16_t Shorts __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+
 // A register tile is M rows by kTileColumns[M] weight rows: 8 sums in 16 registers, as there may be no FMA.
 constexpr int kTileRows = 4;
 constexpr int kTileColumns[kTileRows + 1] = {0, 6, 4, 2, 2};
@@ -102,9 +108,11 @@ inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
   for (uint8_t b : raw) most = (b & 0x7fu) > most ? b & 0x7fu : most;
   for (int i = 0; i < 4; ++i) {
     const uint8_t* b = raw + i / 2 * 8 + i % 2;
-    VecU v = {b[0], b[2], b[4], b[6]};
-    // The exponent's bias goes from 7 to 127, subnormals included, less 8.
-    out[i] = reinterpret_cast<Vec>(((v & 0x7fu) << 20) | ((v & 0x80u) << 24)) * splat(0x1p112f);
+    VecU v = {b[0], b[2], b[4], b[6]}, size = v & 0x7fu;
+    // The exponent's bias goes from 7 to 127, less 8; subnormals have none.
+    VecU normal = (size << 20) + (112u << 23);
+    Vec small = __builtin_convertvector(reinterpret_cast<Ints>(size), Vec) * splat(0x1p-17f);
+    out[i] = reinterpret_cast<Vec>((size < 8u ? reinterpret_cast<VecU>(small) : normal) | ((v & 0x80u) << 24));
   }
 }
 inline bool has_nan(Most most) { return most == 0x7f; }
@@ -113,12 +121,6 @@ inline bool has_nan(Most most) { return most == 0x7f; }
 inline void sum4(const Vec* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
 }
-
-// Four bytes in each lane, and the same bits as integers of other widths.
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef int16_t Shorts __attribute__((vector_size(16)));
-typedef uint32_t Words __attribute__((vector_size(16)));
-typedef int32_t Ints __attribute__((vector_size(16)));
 
 // Shorts may wrap around on the way to a sum that fits.
 inline Shorts add(Shorts a, Shorts b) {

@@ -46,6 +46,7 @@ from moefuse.backends.triton.formats.blocks import (
     run_bytes,
     run_type,
     strip_bytes_of,
+    strip_runs,
     sub_values,
     word_codes,
 )
@@ -247,7 +248,7 @@ def _bring_scales(ptrs, row, rows, box, K: gl.constexpr, DECODE: gl.constexpr):
         dtype: gl.constexpr = run_type(DECODE)
         found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS, left),)  # noqa: RUF005
     if strip_bytes_of(DECODE, 0) > 0:
-        at = row * (R // 8) + box
+        at = row * (R // strip_runs(DECODE)) + box
         found = found + _rows_of_strips(ptrs + plane_at(rows, R, 3, DECODE), at, strip_bytes_of(DECODE, 0))
         if strip_bytes_of(DECODE, 1) > 0:
             found = found + _rows_of_strips(ptrs + plane_at(rows, R, 4, DECODE), at, strip_bytes_of(DECODE, 1))

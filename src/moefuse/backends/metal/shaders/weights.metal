@@ -146,6 +146,21 @@ inline float4 decode_Q3_K(device const uchar* block, int at) {
     return half_at(block + 108) * scale * (float4(found) - 4.0f);
 }
 
+// A number in e4m3: exponent and mantissa go where a float has them. Denormal ones are whole numbers over 512.
+inline float e4m3(uint code) {
+    uint size = code & 127u;
+    float found = size < 8 ? float(size) / 512.0f : as_type<float>((size << 20) + (120u << 23));
+    if (size == 127u) return not_a_number();
+    return code < 128u ? found : -found;
+}
+
+inline float4 decode_FP8(device const uchar* block, int at) {
+    uint bits = uint(block[0]) | (uint(block[1]) << 8) | (uint(block[2]) << 16) | (uint(block[3]) << 24);
+    float4 found = float4(0.0f);
+    for (int i = 0; i < 4; ++i) found[i] = e4m3(block[4 + at + i]);
+    return as_type<float>(bits) * found;
+}
+
 // Columns k to k + 3 of a row of blocks, or of numbers. A format that is not here gives NaN.
 inline float4 weight4(int format, device const uchar* row, long k) {
 #define CHOOSE(code, name, values, bytes) \

@@ -1,9 +1,10 @@
-"""GGUF blocks in planes to numbers, in registers: a row of `KINDS` and a function of scales per format.
+"""Blocks in planes to numbers, in registers: a row of `KINDS` and a function of scales per format.
 
 In planes (quant/arrange.py) a format is told by a few facts: how many bits of a code lie in its base plane and in its
 high plane, what the codes stand for, and where scales are. The rest is the same for all. A run of 32 values is 8 slots
 of four; slot w has values 4 * w and on, one in each byte of a word, and a plane of b bits keeps it in word w * b // 8
-of the run. A value is ``scale * (code - bias)``, or ``scale * code + offset`` in formats with minima.
+of the run. A value is ``scale * (code - bias)``, or ``scale * code + offset`` in formats with minima. Codes are whole
+numbers, but for FP8's, which are numbers in e4m3.
 """
 # ruff: noqa: ARG001, SIM108  a function of scales takes what any of them needs; kernels branch when they are compiled
 # mypy: disable-error-code="assignment"
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from moefuse.backends.codes import Table
 from moefuse.backends.triton.runtime.launch import INTERPRETED
@@ -30,8 +32,8 @@ class Kind(NamedTuple):
     """A format's planes: ``base`` and ``high`` bits of codes, then scales.
 
     ``bias``: the code of zero, without ``minima``. ``codes``: what the codes stand for, where that is not themselves.
-    ``sub``: values that share a scale. ``run_bytes``: bytes of scales of a run of 32; ``strip_bytes``: of 256 values,
-    in one plane or more.
+    ``sub``: values that share a scale, or 32 where more do. ``run_bytes``: bytes of scales of a run of 32;
+    ``strip_bytes``: of a strip of so many runs, in one plane or more. ``e4m3``: whether codes are such numbers.
     """
 
     base: int
@@ -42,11 +44,13 @@ class Kind(NamedTuple):
     minima: bool = False
     run_bytes: int = 0
     strip_bytes: tuple[int, ...] = ()
+    strip: int = 8
+    e4m3: bool = False
 
     @property
     def signed(self) -> bool:
         """Whether codes are bytes with a sign."""
-        return bool(self.codes) or self.base == 8
+        return bool(self.codes) or (self.base == 8 and not self.e4m3)
 
 
 KINDS = {
@@ -63,6 +67,7 @@ KINDS = {
     "Q6_K": Kind(4, 2, bias=32, sub=16, run_bytes=2, strip_bytes=(2,)),
     "Q2_K": Kind(2, sub=16, minima=True, run_bytes=2, strip_bytes=(4,)),
     "Q3_K": Kind(2, 1, bias=4, sub=16, strip_bytes=(12, 2)),
+    "FP8": Kind(8, strip_bytes=(4,), strip=4, e4m3=True),
 }
 
 
@@ -98,6 +103,17 @@ def _signed(decode):
 
 
 @triton.constexpr_function
+def _in_e4m3(decode):
+    return _kind(decode).e4m3
+
+
+@triton.constexpr_function
+def _rounds(decode, rounded):
+    """Whether x is rounded to 8 bits for this format, if it may be: not where codes are no whole numbers."""
+    return rounded and not _kind(decode).e4m3
+
+
+@triton.constexpr_function
 def sub_values(decode):
     return _kind(decode).sub
 
@@ -105,6 +121,11 @@ def sub_values(decode):
 @triton.constexpr_function
 def run_bytes(decode):
     return _kind(decode).run_bytes
+
+
+@triton.constexpr_function
+def strip_runs(decode):
+    return _kind(decode).strip
 
 
 @triton.constexpr_function
@@ -120,7 +141,7 @@ def _mask(bits):
 
 # ---- Scales: a function of each format, by its name ----
 # ``run``: what lies in the plane of runs for each run; ``strip``: the words of the planes of strips; ``i``: which of
-# its strip's eight runs it is. Each gives scale and offset of values 0 to 15, and the same of 16 to 31: float32, the
+# eight runs it is. Each gives scale and offset of values 0 to 15, and the same of 16 to 31: float32, the
 # offset 0 in formats without minima.
 
 
@@ -220,7 +241,13 @@ def q3_k(run, strip, i):
     return d * (_small(first) - 32.0), 0, d * (_small(second) - 32.0), 0
 
 
-_ALL = (q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, iq4_xs, mxfp4, q4_k, q5_k, q6_k, q2_k, q3_k)
+@triton.jit
+def fp8(run, strip, i):
+    scale = strip[0].to(tl.float32, bitcast=True)
+    return scale, 0, scale, 0
+
+
+_ALL = (q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, iq4_xs, mxfp4, q4_k, q5_k, q6_k, q2_k, q3_k, fp8)
 #: format -> its function of scales, by which kernels know the format
 DECODERS: Table[Any] = Table("triton", "format", {decode.__name__.upper(): decode for decode in _ALL}, FORMATS)
 
@@ -249,6 +276,38 @@ def _small_signed(word):
 
 
 # ---- Codes in words ----
+
+_FROM_E4M3 = tl.constexpr(
+    "{ .reg .b16 l, h, a, b; .reg .b32 p; mov.b32 {l, h}, $4;"
+    " cvt.rn.f16x2.e4m3x2 p, l; mov.b32 {a, b}, p; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;"
+    " cvt.rn.f16x2.e4m3x2 p, h; mov.b32 {a, b}, p; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }"
+)
+
+
+@triton.jit
+def _four_e4m3(codes):
+    """The four bytes of words as numbers, without their scale: four of float32."""
+    if HAS_ASM and cuda_capability_geq(8, 9):
+        return tl.inline_asm_elementwise(
+            _FROM_E4M3,
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return _one_e4m3(codes), _one_e4m3(codes >> 8), _one_e4m3(codes >> 16), _one_e4m3(codes >> 24)
+
+
+@triton.jit
+def _one_e4m3(codes):
+    """The lowest byte: exponent and mantissa go where float32 has them. Denormal numbers are whole ones over 512."""
+    size = codes & 0x7F
+    number = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)
+    number = tl.where(size == 0x7F, float("nan"), number)
+    return tl.where((codes & 0x80) != 0, -number, number)
 
 
 @triton.constexpr_function
@@ -390,7 +449,7 @@ def plane_at(rows, R, i: tl.constexpr, DECODE: tl.constexpr):
     if i > 2:
         found += runs * run_bytes(DECODE)
     if i > 3:
-        found += runs // 8 * strip_bytes_of(DECODE, 0)
+        found += runs // strip_runs(DECODE) * strip_bytes_of(DECODE, 0)
     return found
 
 
@@ -436,7 +495,9 @@ def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
     if run_bytes(DECODE) > 0:
         scales = (ptr + plane_at(rows, R, 2, DECODE)).to(tl.pointer_type(run_type(DECODE)))
         of_run = tl.load(scales + at).to(tl.uint32)
-    return q, high, of_run, _strips(ptr, rows, R, (row * (R // 8))[:, None, :] + run // 8, DECODE)
+    STRIP_RUNS: tl.constexpr = strip_runs(DECODE)
+    at_strip = (row * (R // STRIP_RUNS))[:, None, :] + run // STRIP_RUNS
+    return q, high, of_run, _strips(ptr, rows, R, at_strip, DECODE)
 
 
 @triton.jit
@@ -534,6 +595,9 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
         found = tl.zeros(shape, tl.int32)
         for s in tl.static_range(SLOTS):
             found = _dot4(codes[s], x[s], found, SIGNED)
+    elif _in_e4m3(DECODE):
+        a, b, c, d = _four_e4m3(codes[0])
+        found = a * x[0][0] + b * x[1][0] + c * x[2][0] + d * x[3][0]
     else:
         found = tl.zeros(shape, tl.float32)
         for s in tl.static_range(SLOTS):
@@ -556,7 +620,7 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
     word = tl.arange(0, BASE).to(tl.uint32)[None, None, None, :]
     codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
     shape: tl.constexpr = [total.shape[0], RUNS, q.shape[2], BASE]
-    sums = _sums(codes, slots, shape, ROUNDED, DECODE)
+    sums = _sums(codes, slots, shape, _rounds(DECODE, ROUNDED), DECODE)
     i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
     scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
     sum_a, sum_b = x_sums
@@ -570,7 +634,8 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
             total += (offset_a * factor) * sum_a.to(tl.float32) + (offset_b * factor) * sum_b.to(tl.float32)
     else:
         a = tl.sum(sums, 3)
-        a -= _bias(DECODE) * sum_a
+        if _bias(DECODE) != 0:
+            a -= _bias(DECODE) * sum_a
         total += (scale_a * factor) * a.to(tl.float32)
         if _has_minima(DECODE):
             total += (offset_a * factor) * sum_a.to(tl.float32)
@@ -579,7 +644,7 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
 
 @triton.jit
 def _x_for(x, A: tl.constexpr, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
-    return (_x_rounded if ROUNDED else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
+    return (_x_rounded if _rounds(DECODE, ROUNDED) else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
 
 
 @triton.jit
@@ -628,6 +693,8 @@ def row_products(
 def _zero(decode, asm):
     """How far above what it stands for a code is, as decoders have it: a byte without sign, above 128 or 32768."""
     kind = _kind(decode)
+    if kind.e4m3:
+        return 0
     if kind.signed:
         return 128 + (32768 if asm else 0)
     return kind.bias + (128 if asm else 0)
@@ -669,8 +736,12 @@ def _number(codes, i: tl.constexpr, scale, offset, DECODE: tl.constexpr):
 @triton.jit
 def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
     """The four codes of words as numbers: two more dimensions."""
-    a, b = _number(codes, 0, scale, offset, DECODE), _number(codes, 1, scale, offset, DECODE)
-    c, d = _number(codes, 2, scale, offset, DECODE), _number(codes, 3, scale, offset, DECODE)
+    if _in_e4m3(DECODE):
+        a, b, c, d = _four_e4m3(codes)
+        a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    else:
+        a, b = _number(codes, 0, scale, offset, DECODE), _number(codes, 1, scale, offset, DECODE)
+        c, d = _number(codes, 2, scale, offset, DECODE), _number(codes, 3, scale, offset, DECODE)
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
@@ -774,6 +845,14 @@ def box_bytes(decode):
 def _pairs_asm(decode, dtype):
     signed = _kind(decode).signed
     pair = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+    if _kind(decode).e4m3:
+        lines = [".reg .b16 l, h, a, b; .reg .b32 p, f<4>; mov.b32 {l, h}, $2;"]
+        for i, half in enumerate("lh"):
+            lines.append(f"cvt.rn.f16x2.e4m3x2 p, {half}; mov.b32 {{a, b}}, p;")
+            for j, one in enumerate("ab"):
+                lines.append(f"cvt.f32.f16 f{2 * i + j}, {one}; mul.f32 f{2 * i + j}, f{2 * i + j}, $3;")
+        lines += [f"cvt.rn.{pair}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
+        return "{" + " ".join(lines) + "}"
     lines = [".reg .b32 w, f<4>;", "xor.b32 w, $2, 0x80808080;" if signed else "mov.b32 w, $2;"]
     for i in range(4):
         lines.append(f"prmt.b32 f{i}, w, " + (f"0x47000000, 0x74{i}4;" if signed else f"0x43000000, 0x7{i}44;"))
