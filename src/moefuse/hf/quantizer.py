@@ -178,6 +178,14 @@ class MoefuseQuantizer(HfQuantizer):
         for path, stock in experts_of(model):
             _await_numbers(model, path, stock, recipe, config.exact, files)
 
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element on the device where it will be, by which memory is planned."""
+        path, _, _ = param_name.rpartition(".")
+        arriving = isinstance(model.get_submodule(path), Arriving) and param.dim() > 2
+        if arriving and not self.pre_quantized:
+            return format_of(self.quantization_config.format).bits / 8
+        return super().param_element_size(model, param_name, param)
+
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         return mark(model)
 
