@@ -41,13 +41,13 @@ def error_of(family: str, folder: Path) -> float:
     ids = torch.randint(0, 97, (2, 7))
     if family not in UNSAVED:
         model.save_pretrained(folder / "stock")
-    before = {path: module.down_proj.detach().clone() for path, module in on_interface(model)}
-    turned = {path: module.is_transposed for path, module in on_interface(model)}
+    stock = copy.deepcopy(model)
+    before = dict(on_interface(stock))
     report = quantize_(model, "Q8_0", exact=True, progress=False)
     held = {path: module for path, module in model.named_modules() if isinstance(module, BlockExperts)}
     assert held.keys() == before.keys()
     for path, module in held.items():
-        stack = before[path].transpose(1, 2) if turned[path] else before[path]
+        stack = before[path].down_proj.transpose(1, 2) if before[path].is_transposed else before[path].down_proj
         if stack.shape[-1] % 32 == 0:
             assert torch.equal(module.down, quantize(stack, "Q8_0").blocks)
     assert all(one.error < 0.01 for one in report.stacks)
@@ -61,6 +61,10 @@ def error_of(family: str, folder: Path) -> float:
         streamed = type(model).from_pretrained(folder / "stock", dtype=torch.float32, quantization_config=config)
         assert torch.equal(logits_of(streamed, ids), got), "quantised while loading"
     dequantize(model)
+    for path, module in before.items():
+        own = dict(model.get_submodule(path).named_parameters())
+        for name, value in module.named_parameters():
+            assert (own[name] - value).norm() <= 0.01 * value.norm(), f"{path}.{name} has its own layout again"
     model.set_experts_implementation("eager")
     return difference(got, logits_of(model, ids).double()).worst
 

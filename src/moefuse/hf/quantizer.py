@@ -463,6 +463,5 @@ class _about:
 
 def register() -> None:
     """Make our configuration known to transformers, and take over what it would unpack."""
-    auto.register_quantization_config(NAME)(MoefuseConfig)
-    auto.register_quantizer(NAME)(MoefuseQuantizer)
-    auto.AUTO_QUANTIZER_MAPPING |= {"mxfp4": ReleasedMXFP4, "fp8": ReleasedFP8}
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = MoefuseConfig
+    auto.AUTO_QUANTIZER_MAPPING.update({NAME: MoefuseQuantizer, "mxfp4": ReleasedMXFP4, "fp8": ReleasedFP8})
