@@ -311,7 +311,8 @@ class _Released:
         return self.pre_quantized and not self.quantization_config.dequantize
 
     def _takes(self, model: Any) -> bool:
-        return bool(model.config.get_text_config()._experts_implementation == NAME)
+        named = model.config.get_text_config()._experts_implementation == NAME
+        return named and any(True for _ in on_interface(model))  # a dense model ignores the name
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **options: Any) -> None:
         self.taken = self._packed() and self._takes(model)
