@@ -29,3 +29,16 @@ def test_a_short_text_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "at least 100,000" in done.stderr
+
+
+def test_adapters_on_blocks_learn_and_merge(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A router chose two of eight experts, and the experts were in blocks of four bits. " * 100)
+    sizes = ("--steps", "12", "--batch-size", "4", "--length", "32", "--rate", "0.02", "--rank", "4")
+    line = (sys.executable, EXAMPLES / "qlora.py", "--text", text, *sizes, "--out", tmp_path / "merged")
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    start, end = (float(part.split()[0]) for part in done.stdout.split("held out: ")[1].split(" -> "))
+    assert end < start - 1
+    assert float(done.stdout.split("merged: ")[1].split()[0]) < 1e-3
+    assert (tmp_path / "merged" / "model.safetensors").is_file()

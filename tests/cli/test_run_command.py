@@ -461,3 +461,44 @@ def test_mistakes_about_prompts(model: Path, chatty: Path) -> None:
         code, output = invoke(*args, said="w3\n")
         assert code == 2, output
         assert message in output
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that fill blocks."""
+    sizes = SIZES | {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32, "intermediate_size": 128}
+    return save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)), tmp_path_factory.mktemp("wide"))
+
+
+def test_experts_into_blocks_while_loading(wide: Path) -> None:
+    code, output = invoke(wide, "--prompt", "w3 w4", "--max-tokens", 3, "--weights", "q8_0", "--exact", "--compare")
+    assert code == 0, output
+    assert "2 of 2 blocks patched" in output
+    assert float(output.split("largest logit difference ")[1].split(",")[0]) < 1e-3, "the stock path has its numbers"
+    code, output = invoke(wide, "--prompt", "w3", "--weights", "Q9")
+    assert code == 2
+    assert "a format must be one of Q4_K" in output
+
+
+def test_saved_blocks_and_fp8(wide: Path, tmp_path: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "hf"))
+    from released_files import save_fp8
+
+    whole = Qwen3MoeForCausalLM.from_pretrained(wide)
+    save_fp8(whole, tmp_path / "fp8")
+    hf.quantize_(whole, "Q8_0", progress=False)
+    whole.save_pretrained(tmp_path / "blocks")
+    for name in ("fp8", "blocks"):
+        save_tokenizer(tmp_path / name)
+        code, output = invoke(tmp_path / name, "--prompt", "w3 w4", "--max-tokens", 3)
+        assert code == 0, output
+        assert "2 of 2 blocks patched" in output
+    code, output = invoke(tmp_path / "fp8", "--prompt", "w3 w4", "--max-tokens", 3, "--weights", "Q4_0")
+    assert code == 0, output
+
+
+def test_a_gguf_file_has_its_formats(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    code, output = invoke(tmp_path / "model.gguf", "--prompt", "w3", "--weights", "Q4_K")
+    assert code == 2
+    assert "a GGUF file has its formats already" in output

@@ -1,6 +1,7 @@
 """Experts into blocks: in place, while loading, saved and loaded again; every family."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 from families import families, tiny_model
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
 from released_files import change_config, tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ import moefuse.hf
 from moefuse import quantize
 from moefuse.hf import BlockExperts, MoefuseConfig, dequantize, quantize_
 from moefuse.hf.support import on_interface
+from moefuse.nn import ExpertsLoRA, add_lora, merge_lora
 from moefuse.testing.compare import difference
 
 TOLERANCE = 1e-5
@@ -38,13 +41,13 @@ def error_of(family: str, folder: Path) -> float:
     ids = torch.randint(0, 97, (2, 7))
     if family not in UNSAVED:
         model.save_pretrained(folder / "stock")
-    before = {path: module.down_proj.detach().clone() for path, module in on_interface(model)}
-    turned = {path: module.is_transposed for path, module in on_interface(model)}
+    stock = copy.deepcopy(model)
+    before = dict(on_interface(stock))
     report = quantize_(model, "Q8_0", exact=True, progress=False)
     held = {path: module for path, module in model.named_modules() if isinstance(module, BlockExperts)}
     assert held.keys() == before.keys()
     for path, module in held.items():
-        stack = before[path].transpose(1, 2) if turned[path] else before[path]
+        stack = before[path].down_proj.transpose(1, 2) if before[path].is_transposed else before[path].down_proj
         if stack.shape[-1] % 32 == 0:
             assert torch.equal(module.down, quantize(stack, "Q8_0").blocks)
     assert all(one.error < 0.01 for one in report.stacks)
@@ -58,6 +61,10 @@ def error_of(family: str, folder: Path) -> float:
         streamed = type(model).from_pretrained(folder / "stock", dtype=torch.float32, quantization_config=config)
         assert torch.equal(logits_of(streamed, ids), got), "quantised while loading"
     dequantize(model)
+    for path, module in before.items():
+        own = dict(model.get_submodule(path).named_parameters())
+        for name, value in module.named_parameters():
+            assert (own[name] - value).norm() <= 0.01 * value.norm(), f"{path}.{name} has its own layout again"
     model.set_experts_implementation("eager")
     return difference(got, logits_of(model, ids).double()).worst
 
@@ -187,3 +194,98 @@ def test_gradients_pass_through() -> None:
         one(input_ids=ids, labels=ids).loss.backward()
         grads.append(one.model.embed_tokens.weight.grad)
     assert difference(grads[0], grads[1].double(), whole=True).worst < 1e-4
+
+
+def _adapted(model: nn.Module) -> list[ExpertsLoRA]:
+    """With adapters that are not zero."""
+    adapters = [add_lora(module, rank=4) for module in model.modules() if isinstance(module, BlockExperts)]
+    with torch.no_grad():
+        for one in adapters:
+            one.gate_up_b.normal_(std=0.3)
+            one.down_b.normal_(std=0.3)
+    return adapters
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_beside_blocks_are_what_merging_makes_of_them(family: str) -> None:
+    """Of a transposed, interleaved layout with biases, too; before and after patch."""
+    model = tiny(family)
+    quantize_(model, "Q8_0", exact=True, progress=False)
+    moefuse.hf.patch(model)
+    without = logits_of(model, ids := tokens())
+    model.requires_grad_(False)
+    adapters = _adapted(model)
+    learned = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert learned == {
+        f"model.layers.{i}.mlp.experts.lora.{part}_{ab}"
+        for i in range(2)
+        for part in ("gate_up", "down")
+        for ab in "ab"
+    }
+    beside = logits_of(model, ids)
+    assert difference(beside, without.double(), whole=True).worst > 1e-2
+    moefuse.hf.unpatch(model)
+    assert difference(logits_of(model, ids), beside.double(), whole=True).worst < TOLERANCE
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.norm() > 0 for parameter in adapters[0].parameters())
+    experts = next(module for module in model.modules() if isinstance(module, BlockExperts))
+    with pytest.raises(ValueError, match=r"experts in blocks cannot take a delta; .* moefuse\.hf\.dequantize"):
+        merge_lora(experts)
+    with pytest.raises(ValueError, match=r"has adapters: moefuse\.hf\.dequantize folds them in"):
+        quantize_(model, "Q4_0")
+    dequantize(model)
+    model.set_experts_implementation("eager")
+    assert difference(logits_of(model, ids), beside.double(), whole=True).worst < 1e-5
+
+
+def test_gradients_of_adapters() -> None:
+    """Those of the same adapters beside the numbers, by autograd."""
+    model = tiny("qwen3_moe")
+    quantize_(model, "Q8_0", exact=True, progress=False)
+    module = model.model.layers[1].mlp.experts
+    x, ids, weights = torch.randn(7, 256), torch.randint(0, 8, (7, 2)), torch.rand(7, 2)
+    lora = _adapted(module)[0]
+    module(x, ids, weights).square().sum().backward()
+    gate_up, down = module.stack("gate_up").dequantize().double(), module.stack("down").dequantize().double()
+    leaves = {name: value.detach().double().requires_grad_() for name, value in lora.named_parameters()}
+    gate_up = gate_up + lora.scale * leaves["gate_up_b"] @ leaves["gate_up_a"]
+    down = down + lora.scale * leaves["down_b"] @ leaves["down_a"]
+    gate, up = torch.einsum("th,tkih->tki", x.double(), gate_up[ids]).chunk(2, -1)
+    out = torch.einsum("tki,tkhi->tkh", nn.functional.silu(gate) * up, down[ids])
+    (out * weights.double()[..., None]).sum(1).square().sum().backward()
+    for name, value in lora.named_parameters():
+        assert difference(value.grad, leaves[name].grad, whole=True).worst < TOLERANCE, name
+
+
+def test_peft_reaches_what_stands_beside_blocks_and_says_what_it_does_not() -> None:
+    model = tiny("qwen3_moe")
+    quantize_(model, "Q8_0", progress=False)
+    with pytest.raises(ValueError, match="no `target_parameters` found"):
+        get_peft_model(
+            copy.deepcopy(model), LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+        )
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    ids = tokens()
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    grads = [value.grad for value in adapted.parameters() if value.requires_grad]
+    assert len(grads) == 4
+    assert all(grad.norm() > 0 for grad in grads)
+
+
+def test_the_model_in_the_box_after_quantize_() -> None:
+    """Its GGUF has Q4_K and Q6_K; Q4_K throughout, made of its numbers, costs next to nothing."""
+    root = Path(__file__).parents[2]
+    model, tokenizer = moefuse.hf.from_gguf(root / "src/moefuse/box/box.gguf", dtype="fp32", progress=False)
+    ids = tokenizer((root / "examples/held_out.txt").read_text()[:12_000], return_tensors="pt").input_ids[0]
+    pieces = ids[: len(ids) // 128 * 128].view(-1, 128)
+
+    def perplexity() -> float:
+        with torch.no_grad():
+            return math.exp(
+                sum(float(model(input_ids=one[None], labels=one[None]).loss) for one in pieces) / len(pieces)
+            )
+
+    want = perplexity()
+    dequantize(model)
+    quantize_(model, "Q4_K", progress=False)
+    assert abs(perplexity() / want - 1) < 0.005

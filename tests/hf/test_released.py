@@ -10,7 +10,7 @@ from packaging.version import Version
 from released_files import change_config, save_fp8, save_mxfp4, save_numbers, tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import moefuse.hf
@@ -92,6 +92,16 @@ def test_scales_of_any_type_and_ragged_rows(tmp_path: Path, scale_type: torch.dt
     assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
 
 
+def test_linear_layers_with_biases_are_saved_and_loaded(tmp_path: Path) -> None:
+    save_fp8(tiny("qwen3_moe", attention_bias=True), tmp_path / "fp8")
+    save_numbers(tmp_path / "fp8", tmp_path / "numbers")
+    ours, ids = load(tmp_path / "fp8"), tokens()
+    assert ours.model.layers[0].self_attn.q_proj.bias.norm() > 0
+    assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
+    ours.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved"), ids), logits(ours, ids))
+
+
 @pytest.mark.skipif(OLD, reason="transformers' own loses scales")
 def test_bfloat16(tmp_path: Path) -> None:
     """As models run: the type of activations, routers and norms is the checkpoint's."""
@@ -113,6 +123,14 @@ def test_other_implementations_are_left_to_transformers(tmp_path: Path) -> None:
     numbers = load(tmp_path)
     assert not any(isinstance(module, BlockExperts) for module in numbers.modules()), "numbers were asked for"
     assert difference(logits(numbers, ids := tokens()), logits(stock, ids).double()).worst < 1e-5
+
+
+def test_a_dense_model_ignores_the_name(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    save_fp8(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97)), tmp_path)
+    model = load(tmp_path)
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+    assert logits(model, tokens()).isfinite().all()
 
 
 Damage = Callable[[dict[str, Tensor]], None]

@@ -52,7 +52,10 @@ def run(
     dtype: Annotated[
         str, typer.Option(help=f"auto, {', '.join(options.DTYPES)}; auto is the checkpoint's, for GGUF bfloat16.")
     ] = "auto",
-    exact: Annotated[bool, typer.Option(help="GGUF: do not round activations to 8 bits; slower.")] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="Put the experts of a directory into this format, such as Q4_K, while loading.")
+    ] = None,
+    exact: Annotated[bool, typer.Option(help="Blocks: do not round activations to 8 bits; slower.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, of torch and of moefuse.")] = None,
     no_capture: Annotated[
@@ -89,7 +92,7 @@ def run(
         config.cap_onednn()
     if threads is not None:
         torch.set_num_threads(threads)  # those of our kernels, too
-    network, tokenizer = _load(model, numbers, target, parallel, exact)
+    network, tokenizer = _load(model, device=target, dtype=numbers, parallel=parallel, exact=exact, weights=weights)
     if compare:
         _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
@@ -334,18 +337,15 @@ def _box() -> str:
     return str(_BOX)
 
 
-def _load(
-    path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
-) -> tuple[Any, Any]:
+def _load(path: str, device: torch.device, parallel: str | None, **how: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer; what `moefuse.hf.load` is told of it."""
     if not (path.endswith(".gguf") and device.type == "cpu" and parallel is None):
-        return _loaded(path, dtype, device, parallel, exact)
+        return _loaded(path, device=device, parallel=parallel, **how)
     with many_imports(), without_compiler():  # a model's own modules are imported when it is loaded
-        return _loaded(path, dtype, device, parallel, exact)
+        return _loaded(path, device=device, parallel=parallel, **how)
 
 
-def _loaded(
-    path: str, dtype: str | torch.dtype, device: torch.device, parallel: str | None, exact: bool
-) -> tuple[Any, Any]:
+def _loaded(path: str, **how: Any) -> tuple[Any, Any]:
     try:
         with many_imports():
             from moefuse import hf
@@ -362,7 +362,7 @@ def _loaded(
     waiting = nullcontext() if path.endswith(".gguf") else Console(stderr=True).status(f"loading {path}")
     with waiting:
         try:
-            model, tokenizer = load(path, dtype=dtype, device=device, parallel=parallel, exact=exact)
+            model, tokenizer = load(path, **how)
         except ValueError as error:
             options.stop("MODEL", str(error))
     answer = hf.supports(model)

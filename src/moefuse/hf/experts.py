@@ -37,10 +37,11 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def refuse_fp8(module: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """What transformers calls for FP8 experts, whose scales our products do not apply."""
+    """What transformers calls for its own FP8 experts: ours are made of them when a model is loaded."""
+    name = type(module).__name__
     raise NotImplementedError(
-        f'experts_implementation="moefuse" does not compute {type(module).__name__}: its weights are FP8. '
-        'Load the model with dequantised weights, or choose experts_implementation="grouped_mm"'
+        f'experts_implementation="moefuse" does not compute {name}: its weights are FP8 as transformers keeps them. '
+        'Load the model with from_pretrained(path, experts_implementation="moefuse"), or choose "grouped_mm"'
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moefuse.hf.gguf import from_gguf
+from moefuse.hf.quantize import quantize_
+from moefuse.hf.quantizer import MoefuseConfig
 from moefuse.hf.register import NAME
 from moefuse.types import dtype_named
 
@@ -19,15 +22,19 @@ def load(
     device: torch.device | str = "cpu",
     parallel: str | None = None,
     exact: bool = False,
+    weights: str | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model on our experts, in eval mode, and its tokenizer.
+
+    FP8 and MXFP4 checkpoints stay as they are released, models that were saved in blocks in their blocks.
 
     Args:
         path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it, or a GGUF file.
         dtype: of the weights; "auto" is the checkpoint's own, and bfloat16 for a GGUF file's activations.
         device: where it runs.
         parallel: "tensor" or "experts": split over the ranks that ``torchrun`` started.
-        exact: of a GGUF file, see `from_gguf`.
+        exact: of blocks, see `from_gguf`.
+        weights: the format that experts are to have, see `quantize_`; without it, that of the checkpoint.
     """
     folder = Path(path)
     if isinstance(dtype, str) and dtype != "auto":
@@ -39,6 +46,8 @@ def load(
         _refuse_other_files(folder)
         if parallel is not None:
             raise ValueError("a GGUF file is not split over ranks: give the directory of a transformers model")
+        if weights is not None:
+            raise ValueError("a GGUF file has its formats already: leave the weights to it")
         return from_gguf(folder, dtype=dtype, device=device, exact=exact)
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,12 +56,21 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # each tokenizer fails in its own way
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {_first_line(error)}") from error
-    options: dict[str, Any] = {} if parallel is None else {"distributed_config": _split(parallel, torch.device(device))}
+    options: dict[str, Any] = {}
+    packed = "quantization_config" in json.loads((folder / "config.json").read_text())
+    if parallel is not None:
+        if packed or weights is not None:
+            raise ValueError("weights in blocks are not split over ranks: give a model in numbers")
+        options = {"distributed_config": _split(parallel, torch.device(device))}
+    elif weights is not None and not packed:
+        options = {"quantization_config": MoefuseConfig(weights, exact=exact)}
     model: Any
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=NAME, dtype=dtype, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"transformers cannot load {folder}: {_first_line(error)}") from error
+    if weights is not None and packed:
+        quantize_(model, weights, exact=exact)
     return (model.to(device) if parallel is None else model).eval(), tokenizer
 
 

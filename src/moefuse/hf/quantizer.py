@@ -178,6 +178,14 @@ class MoefuseQuantizer(HfQuantizer):
         for path, stock in experts_of(model):
             _await_numbers(model, path, stock, recipe, config.exact, files)
 
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element on the device where it will be, by which memory is planned."""
+        path, _, _ = param_name.rpartition(".")
+        arriving = isinstance(model.get_submodule(path), Arriving) and param.dim() > 2
+        if arriving and not self.pre_quantized:
+            return format_of(self.quantization_config.format).bits / 8
+        return super().param_element_size(model, param_name, param)
+
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         return mark(model)
 
@@ -303,7 +311,8 @@ class _Released:
         return self.pre_quantized and not self.quantization_config.dequantize
 
     def _takes(self, model: Any) -> bool:
-        return bool(model.config.get_text_config()._experts_implementation == NAME)
+        named = model.config.get_text_config()._experts_implementation == NAME
+        return named and any(True for _ in on_interface(model))  # a dense model ignores the name
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **options: Any) -> None:
         self.taken = self._packed() and self._takes(model)
@@ -455,6 +464,5 @@ class _about:
 
 def register() -> None:
     """Make our configuration known to transformers, and take over what it would unpack."""
-    auto.register_quantization_config(NAME)(MoefuseConfig)
-    auto.register_quantizer(NAME)(MoefuseQuantizer)
-    auto.AUTO_QUANTIZER_MAPPING |= {"mxfp4": ReleasedMXFP4, "fp8": ReleasedFP8}
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = MoefuseConfig
+    auto.AUTO_QUANTIZER_MAPPING.update({NAME: MoefuseQuantizer, "mxfp4": ReleasedMXFP4, "fp8": ReleasedFP8})

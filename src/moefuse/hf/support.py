@@ -12,6 +12,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moefuse.hf.experts import known_activation
 from moefuse.hf.gguf_experts import BlockExperts
+from moefuse.nn.lora import ExpertsLoRA
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def _judge(model: nn.Module) -> Iterator[ModuleSupport]:
     for path, module in model.named_modules():
         kind, interface = type(module).__name__, interface_of(module)
         if isinstance(module, BlockExperts):
-            yield ModuleSupport(path, kind, True, "in GGUF blocks")
+            yield ModuleSupport(path, kind, True, "in blocks")
         elif isinstance(interface, FP8ExpertsInterface):
-            yield ModuleSupport(path, kind, False, "its weights are FP8")
+            yield ModuleSupport(path, kind, False, "its weights are FP8, for others: load it with our name")
         elif interface is not None:
             how = "fused" if known_activation(module) is not None else "our products around the module's own activation"
             yield ModuleSupport(path, kind, True, how)
@@ -97,6 +98,8 @@ def _judge(model: nn.Module) -> Iterator[ModuleSupport]:
 def _looks_like_experts(module: nn.Module) -> bool:
     """Experts outside the interface: stacked weights, flat ones, or a collection of small networks."""
     kind = type(module).__name__.lower()
+    if isinstance(module, ExpertsLoRA):
+        return False  # a part of ours
     if "shared" in kind or ("expert" not in kind and "moe" not in kind):
         return False
     if any(value.dim() == 3 for value in module.parameters(recurse=False)):
