@@ -3,7 +3,7 @@
 =====================  =======================================================================
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
-MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
+MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avx2 or portable
 CXX                    compiler of the Metal simulator; default g++
 MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, and what the
                        Metal simulator compiles

@@ -55,8 +55,10 @@ inline Shorts add(Shorts a, Shorts b) {
 }
 inline Ints add(Ints a, Ints b) { return a + b; }
 
-// Up to how many rows of activations weights are better multiplied as they lie than transposed first.
-constexpr int kMostSliceRows = 2;
+// Up to how many rows of activations weights are better multiplied as they lie than transposed first, for groups of 32
+// and of 16. On an Ice Lake core at 4 rows: Q8_0 1.22 times as fast, Q4_0 1.13, Q4_K the same, Q6_K 0.85.
+constexpr int kMostSliceRows = 4;
+constexpr int kMostSliceRows16 = 2;
 
 inline Bytes repeat4(const char* p) {
   int32_t x;
@@ -171,6 +173,19 @@ inline void widen_slice(Bytes v, int l, Vec* out) {
   __m128i rest = _mm_srli_si128(row, 8);
   out[0] = _mm256_cvtepi32_ps(Signed ? _mm256_cvtepi8_epi32(row) : _mm256_cvtepu8_epi32(row));
   out[1] = _mm256_cvtepi32_ps(Signed ? _mm256_cvtepi8_epi32(rest) : _mm256_cvtepu8_epi32(rest));
+}
+
+// The f16 at rows[l] + at in lane l.
+inline Vec load_halves(const char* const* rows, int64_t at) {
+  typedef int16_t Halves __attribute__((vector_size(16)));
+  Halves v;
+#pragma GCC unroll 8
+  for (int l = 0; l < kLanes; ++l) {
+    int16_t half;
+    __builtin_memcpy(&half, rows[l] + at, 2);
+    v[l] = half;
+  }
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(v));
 }
 
 // The f16 in the low half of each lane.
