@@ -47,19 +47,21 @@ void quantize(const float* x, Group& out) {
   bool live = most > 0x1p-120f;
   float inverse = live ? 127 / most : 0;
   out.scale = (live ? most / 127 : 0) + check;
+  typedef int8_t Small __attribute__((vector_size(kLanes)));
   int sums[2][2] = {};
-  for (int i = 0; i < kVecs; ++i) {
-    // Adding and taking away 1.5 * 2**23 rounds to the nearest whole number, ties to even.
-    Vec rounded = (v[i] * splat(inverse) + splat(0x1.8p23f)) - splat(0x1.8p23f);
-    for (int l = 0; l < kLanes; ++l) {
-      int q = check == 0 ? static_cast<int>(rounded[l]) : 0;
-      out.q[i * kLanes + l] = static_cast<int8_t>(q);
-      sums[i / (kVecs / 2)][l / 2 % 2] += q;
-    }
-  }
   for (int h = 0; h < 2; ++h) {
-    out.halves[h] = out.scale * static_cast<float>(sums[h][0] + sums[h][1]);
+    Ints half{};
+    for (int i = h * kVecs / 2; i < (h + 1) * kVecs / 2; ++i) {
+      // Adding and taking away 1.5 * 2**23 rounds to the nearest whole number, ties to even.
+      Vec rounded = (v[i] * splat(inverse) + splat(0x1.8p23f)) - splat(0x1.8p23f);
+      Ints whole = __builtin_convertvector(check == 0 ? rounded : zero(), Ints);
+      Small q = __builtin_convertvector(whole, Small);
+      __builtin_memcpy(out.q + i * kLanes, &q, kLanes);
+      half += whole;
+    }
+    for (int l = 0; l < kLanes; ++l) sums[h][l / 2 % 2] += half[l];
   }
+  for (int h = 0; h < 2; ++h) out.halves[h] = out.scale * static_cast<float>(sums[h][0] + sums[h][1]);
   for (int side = 0; side < 2; ++side) {
     out.sides[0][side] = static_cast<int16_t>(sums[0][side]);
     out.sides[1][side] = static_cast<int16_t>(sums[1][side]);

@@ -11,9 +11,10 @@ using Vec = __m256;
 constexpr int kLanes = 8;
 
 // A register tile is M rows by kTileColumns[M] weight rows: 12 sums, three weights and one activation fill the
-// registers. On a Zen 3 core, weights in L2, 4 x 3 ran at 0.7 (K=2048) to 0.9 (K=768) of the FMA peak.
+// registers. On a Zen 3 core, weights in L2, 4 x 3 ran at 0.7 (K=2048) to 0.9 (K=768) of the FMA peak. For one and two
+// rows they are the streams in which weights are read: eight read bf16 1.1 times as fast as four on an Ice Lake core.
 constexpr int kTileRows = 4;
-constexpr int kTileColumns[kTileRows + 1] = {0, 4, 4, 3, 3};
+constexpr int kTileColumns[kTileRows + 1] = {0, 8, 6, 3, 3};
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec splat(float x) { return _mm256_set1_ps(x); }
