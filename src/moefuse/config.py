@@ -3,7 +3,8 @@
 =====================  =======================================================================
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
-MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512, avx2 or portable
+MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avx2 or portable
+MOEFUSE_IK_LLAMA       libggml.so of ik_llama.cpp, for ``moefuse bench --against ik-llama``
 CXX                    compiler of the Metal simulator; default g++
 MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, and what the
                        Metal simulator compiles
@@ -41,6 +42,12 @@ def cpu_isa(here: Sequence[str]) -> str:
     if forced not in here:
         raise ValueError(f"MOEFUSE_CPU_ISA must be one that this machine has ({', '.join(here)}), got {forced!r}")
     return forced
+
+
+def ik_llama() -> Path | None:
+    """The library of ik_llama.cpp, which only the user can have built."""
+    path = os.environ.get("MOEFUSE_IK_LLAMA")
+    return Path(path) if path else None
 
 
 def cxx() -> str:

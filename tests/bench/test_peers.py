@@ -1,5 +1,7 @@
 """The peers' experts, on our tensors, agree with ours."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -23,10 +25,11 @@ def slot(request: pytest.FixtureRequest) -> inputs.Slot:
 
 
 TRANSFORMERS = ("hf-batched", "hf-eager", "hf-grouped")
+GGML = ("ik-llama", "llama-cpp")
 
 
-def test_there_are_four() -> None:
-    assert peers.names() == (*TRANSFORMERS, "llama-cpp")
+def test_there_are_five() -> None:
+    assert peers.names() == (*TRANSFORMERS, *GGML)
     assert all(peers.load(name).name == name for name in peers.names())
     with pytest.raises(KeyError):
         peers.load("_transformers")
@@ -67,18 +70,27 @@ def test_without_llama_cpp_its_package_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "pip install llama-cpp-python" in (peers.load("llama-cpp").unavailable() or "")
 
 
-def test_llama_cpp_runs_silu_on_the_cpu() -> None:
-    peer = peers.load("llama-cpp")
+def test_ik_llama_is_one_that_the_user_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MOEFUSE_IK_LLAMA", raising=False)
+    assert "set MOEFUSE_IK_LLAMA to its libggml.so" in (peers.load("ik-llama").unavailable() or "")
+    monkeypatch.setenv("MOEFUSE_IK_LLAMA", str(tmp_path))
+    assert f"got {str(tmp_path)!r}" in (peers.load("ik-llama").unavailable() or "")
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_a_graph_of_ggml_runs_silu_on_the_cpu(name: str) -> None:
+    peer = peers.load(name)
     assert peer.unsuitable(SHAPES[0], CPU) is None
     assert peer.unsuitable(SHAPES[1], CPU) is not None
     assert "CPU only" in (peer.unsuitable(SHAPES[0], torch.device("cuda")) or "")
 
 
+@pytest.mark.parametrize("name", GGML)
 @pytest.mark.parametrize("weights", [None, ("Q4_K", "Q6_K"), ("Q8_0", "Q4_0"), ("IQ4_XS", "Q3_K"), ("Q2_K", "Q5_K")])
-def test_llama_cpp_agrees_and_we_are_no_further_from_float64(weights: tuple[str, str] | None) -> None:
-    peer = peers.load("llama-cpp")
+def test_ggml_agrees_and_we_are_no_further_from_float64(name: str, weights: tuple[str, str] | None) -> None:
+    peer = peers.load(name)
     if peer.unavailable() is not None:
-        pytest.skip("llama-cpp-python is not installed")
+        pytest.skip(f"{name} is not installed")
     shape = Shape("custom", 8, 512, 256, 2)
     layer = inputs.make_layers(shape.in_blocks(*weights) if weights else shape, torch.float32, CPU, 1)[0]
     slot = inputs.make_slots([layer], 9, torch.float32, CPU)[0]

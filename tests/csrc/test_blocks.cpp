@@ -212,6 +212,34 @@ void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int
   }
 }
 
+// A row's bits do not depend on the rows beside it, nor on the number of threads.
+void test_batches(const Kind& kind, bool exact) {
+  context = kernels().name + std::string(" ") + kind.name + (exact ? " exact" : " rounded") + " batches";
+  int64_t rows = 70, N = 1 + below(150), K = kind.size * (1 + below(4)), row_bytes = K / kind.size * kind.bytes;
+  Guarded blocks(N * row_bytes);
+  fill(kind, Scales::usual, blocks.data(), N * K / kind.size);
+  auto x = random_buffer(Dtype::f32, rows * K);
+  Weight weight{blocks.data(), kind.type, 1, N, K, 0, row_bytes, exact};
+  auto product = [&](int64_t from, int64_t count, int threads) {
+    std::vector<int32_t> offsets = {0, static_cast<int32_t>(count)}, order;
+    for (int64_t r = 0; r < count; ++r) order.push_back(static_cast<int32_t>(r));
+    Tensor some{static_cast<const float*>(x->tensor(K).data) + from * K, Dtype::f32, count, K};
+    auto y = std::make_unique<Buffer>(Dtype::f32, count * N);
+    grouped_linear(some, weight, {}, {indices(offsets), indices(order), {}}, false, false, y->output(N), threads);
+    return y;
+  };
+  auto whole = product(0, rows, 1);
+  for (int threads : {2, 8, 16}) check(product(0, rows, threads)->same_bits(*whole), "bits depend on the threads");
+  for (int64_t count : {1, 2, 3, 4, 5, 6, 15, 16, 17, 60}) {
+    int64_t from = below(rows - count + 1);
+    auto alone = product(from, count, 1);
+    for (int64_t i = 0; i < count * N; ++i) {
+      double want = (*whole)[from * N + i];
+      if ((*alone)[i] != want) return fail("a row depends on its batch of " + std::to_string(count));
+    }
+  }
+}
+
 // The same blocks turned round: grad [rows, N] -> d_x [rows, K], with the same bits for any number of threads.
 void test_transposed(const Kind& kind, Scales scales, int64_t rows, int64_t E, int64_t N, int64_t K) {
   context = kernels().name + std::string(" ") + kind.name + " transposed M=" + std::to_string(rows) + " N=" +
@@ -289,6 +317,7 @@ void test_blocks() {
       test_product(kind, exact, Scales::largest, 5, 1, 17, 512);
       test_product(kind, exact, Scales::usual, 0, 1, 9, 256);
       test_not_finite(kind, exact);
+      test_batches(kind, exact);
     }
     for (int64_t rows : {1, 7, 100}) {
       test_transposed(kind, Scales::usual, rows, 1, 1 + below(140), kind.size * (1 + below(3)));

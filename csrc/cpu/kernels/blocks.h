@@ -28,11 +28,20 @@ struct Panel {
   Vec offset[kUnit / 16];
 };
 
+// Panels side by side and rows of a tile: nine sums, three weights and an activation fill 16 registers; of 16 lanes
+// L1 holds two panels in f32.
+constexpr int kStrips = kLanes == 16 ? 2 : 3;
+constexpr int64_t kWidth = kStrips * kLanes;
+constexpr int kTileHeight = kLanes == 16 ? 6 : 3;
+
 inline Bytes repeat(uint8_t x) { return Bytes{} + x; }
 inline Words words(Bytes v) { return reinterpret_cast<Words>(v); }
 inline Bytes bytes(Words v) { return reinterpret_cast<Bytes>(v); }
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Vec to_float(Words v) { return to_float(reinterpret_cast<Ints>(v)); }
+
+// The low half of each lane, with its sign.
+inline Ints low_halves(Shorts v) { return (reinterpret_cast<Ints>(v) << 16) >> 16; }
 
 // Every byte shifted by a constant and masked. The mask must clear what comes from the neighbouring byte.
 template <int Right>
@@ -55,23 +64,12 @@ inline Words load_fields(const char* const* rows, int64_t at) {
 }
 
 // Bytes of kLanes rows, transposed so that a lane is a row: q[4s + j] has elements 4j to 4j + 3 of slice s of 16.
-// While they are read, as many are fetched from where the next rows usually lie.
 struct Columns {
   const char* const* rows;
-  uintptr_t ahead;
 
-  void load(int64_t at, Bytes* out) {
-    constexpr int64_t kRead = 16 * kLanes;
-#pragma GCC unroll 2
-    for (int64_t line = 0; line < kRead; line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(ahead + static_cast<uintptr_t>(line)), 0, 3);
-    }
-    ahead += kRead;
-    load_columns(rows, at, out);
-  }
-
-  void load_head(int64_t at, Bytes* out) { load(at, out); }
-  void load_again(int64_t at, Bytes* out) const { load_columns(rows, at, out); }
+  inline __attribute__((always_inline)) void load(int64_t at, Bytes* out) const { load_columns(rows, at, out); }
+  void load_head(int64_t at, Bytes* out) const { load(at, out); }
+  void load_again(int64_t at, Bytes* out) const { load(at, out); }
 
   // Adds bit k of the 32 at `at` to element k of a group of 32 as its fifth bit.
   void add_fifth_bits(int64_t at, Bytes* q) const {
@@ -83,6 +81,23 @@ struct Columns {
       q[j] |= bytes(spread << 4);
     }
   }
+};
+
+// While bytes are read, as many are fetched from where the next rows usually lie.
+struct FetchingColumns : Columns {
+  uintptr_t ahead;
+
+  void load(int64_t at, Bytes* out) {
+    constexpr int64_t kRead = 16 * kLanes;
+#pragma GCC unroll 4
+    for (int64_t line = 0; line < kRead; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(ahead + static_cast<uintptr_t>(line)), 0, 3);
+    }
+    ahead += kRead;
+    load_columns(rows, at, out);
+  }
+
+  void load_head(int64_t at, Bytes* out) { load(at, out); }
 };
 
 // The same bytes as they lie: q[4s + j] has slice s of row j and, in longer vectors, of row j + 4 behind it.
@@ -100,8 +115,6 @@ struct Slices {
     for (int j = 0; j < 8; ++j) q[j] |= high[j] & repeat(0x10);
   }
 };
-
-inline Vec load_halves(const char* const* rows, int64_t at) { return from_f16(load_fields<uint16_t>(rows, at)); }
 
 // Group: elements that share a scale. Span: steps of four elements whose products with activations of at most 127
 // add up in 16 bits, which may wrap around on the way where a centre is taken off at the end. Centre: 0 where q is
@@ -130,6 +143,13 @@ struct Block {
   static constexpr int kChunkStep = 1;  // from slice to slice
   static constexpr int first_slice(int) { return 0; }
 };
+
+// run.template operator()<C>() for every chunk C of a block.
+template <class F, int C = 0, class Run>
+inline __attribute__((always_inline)) void each_chunk(const Run& run) {
+  run.template operator()<C>();
+  if constexpr (C + 1 < F::kChunks) each_chunk<F, C + 1>(run);
+}
 
 // 16 bytes of each row: elements 0 to 15 of a group of 32 in the low nibbles, 16 to 31 in the high ones.
 template <class Source>

@@ -107,15 +107,16 @@ constexpr int kColumns = kTileColumns[M];
 
 inline uintptr_t address_of(const char* p) { return reinterpret_cast<uintptr_t>(p); }
 
-// One register tile over kDepth of K.
+// One register tile over kDepth of K: weight rows n0, n0 + apart and so on. Those that lie apart are streams that the
+// processor fetches ahead by itself.
 template <class W, int M, int N>
-void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
+void tile(const Dots& d, int64_t m0, int64_t n0, int64_t apart, int64_t k0, Ahead ahead) {
   const char* a[M];
   const char* w[N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) a[m] = d.a[m0 + m] + k0 * W::kActBytes;
 #pragma GCC unroll 8
-  for (int n = 0; n < N; ++n) w[n] = d.w[n0 + n] + k0 / W::kStep * W::kStepBytes;
+  for (int n = 0; n < N; ++n) w[n] = d.w[n0 + n * apart] + k0 / W::kStep * W::kStepBytes;
   int64_t k = d.K - k0 < kDepth ? d.K - k0 : kDepth;
   int64_t steps = k / W::kStep;
 
@@ -126,12 +127,14 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
     for (int n = 0; n < N; ++n) acc[m][n] = zero();
   }
   for (int64_t c = 0; c < steps; ++c) {
+    if (ahead.step != 0) {
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-      for (int64_t line = 0; line < W::kStepBytes; line += 64) {
-        uintptr_t at = ahead.base + static_cast<uintptr_t>(n * ahead.row + c * ahead.step + line);
-        __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+        for (int64_t line = 0; line < W::kStepBytes; line += 64) {
+          uintptr_t at = ahead.base + static_cast<uintptr_t>(n * ahead.row + c * ahead.step + line);
+          __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+        }
       }
     }
     Multiply<W>::template step<M, N>(a, c * W::kStep * W::kActBytes, w, c * W::kStepBytes, acc);
@@ -160,18 +163,18 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
     float* z = d.z + (m0 + m) * d.ldz + n0;
     for (int n = 0; n < N; ++n) {
       float sum = sums[m * N + n] * W::kUnit;
-      z[n] = k0 == 0 ? sum : z[n] + sum;
+      z[n * apart] = k0 == 0 ? sum : z[n * apart] + sum;
     }
   }
 }
 
 // tile<W, M, n> for an n known at run time, at most kColumns<W, M>.
 template <class W, int M, int N = kColumns<W, M>>
-void tile_columns(const Dots& d, int64_t columns, int64_t m0, int64_t n0, int64_t k0, Ahead ahead) {
+void tile_columns(const Dots& d, int64_t columns, int64_t m0, int64_t n0, int64_t apart, int64_t k0, Ahead ahead) {
   if (columns == N) {
-    tile<W, M, N>(d, m0, n0, k0, ahead);
+    tile<W, M, N>(d, m0, n0, apart, k0, ahead);
   } else if constexpr (N > 1) {
-    tile_columns<W, M, N - 1>(d, columns, m0, n0, k0, ahead);
+    tile_columns<W, M, N - 1>(d, columns, m0, n0, apart, k0, ahead);
   }
 }
 
@@ -191,7 +194,7 @@ void row_tile(const Dots& d, int64_t rows, int64_t m0, int64_t k0, int64_t r, in
         ahead.row = columns > 1 ? static_cast<int64_t>(address_of(d.w[n0 + 1]) - address_of(d.w[n0])) : 0;
         ahead.step = W::kStepBytes;
       }
-      tile_columns<W, M>(d, columns, m0, n0, k0, ahead);
+      tile_columns<W, M>(d, columns, m0, n0, 1, k0, ahead);
       turn = turn + 1 == row_tiles ? 0 : turn + 1;
     }
   } else if constexpr (M > 1) {
@@ -199,22 +202,18 @@ void row_tile(const Dots& d, int64_t rows, int64_t m0, int64_t k0, int64_t r, in
   }
 }
 
-// All columns of the only row tile, each over the whole of K: the weights are read in the order in which they lie.
+// All columns of the only row tile, each over the whole of K: weights are read in as many streams as a tile has columns,
+// each a run of consecutive rows.
 template <class W, int M = kTileRows>
 void single_row_tile(const Dots& d) {
   if (d.M == M) {
-    constexpr int64_t kStep = kColumns<W, M>;
-    for (int64_t n0 = 0; n0 < d.N; n0 += kStep) {
-      int64_t columns = d.N - n0 < kStep ? d.N - n0 : kStep;
-      const char* next = n0 + kStep < d.N ? d.w[n0 + kStep] : d.next;
-      Ahead ahead;
-      // Line after line, as rows usually lie one behind the other. Against row by row: 0 to 4 points of bandwidth on
-      // a busy Zen 3 machine, little more than its noise.
-      if (next != nullptr) ahead = {address_of(next), W::kStepBytes, columns * W::kStepBytes};
+    constexpr int64_t kStreams = kColumns<W, M>;
+    int64_t run = (d.N + kStreams - 1) / kStreams;
+    for (int64_t n0 = 0; n0 < run; ++n0) {
+      int64_t columns = (d.N - n0 + run - 1) / run;
       int64_t k0 = 0;
       do {
-        tile_columns<W, M>(d, columns, 0, n0, k0, ahead);
-        ahead.base += static_cast<uintptr_t>(kDepth / W::kStep * ahead.step);
+        tile_columns<W, M>(d, columns, 0, n0, run, k0, {});
         k0 += kDepth;
       } while (k0 < d.K);
     }

@@ -16,8 +16,10 @@
 #include "mathfn.h"
 #include "outer.h"
 
-// Which build of block_dots.cpp the table takes: AVX-512 has none of its own.
-#ifdef __AVX2__
+// Which build of block_dots.cpp the table takes: AVX-512 without VNNI has none of its own.
+#if defined(__AVX512VNNI__)
+#define MOEFUSE_BLOCKS avx512vnni
+#elif defined(__AVX2__)
 #define MOEFUSE_BLOCKS avx2
 #else
 #define MOEFUSE_BLOCKS portable

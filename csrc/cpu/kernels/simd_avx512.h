@@ -1,4 +1,4 @@
-// f32 vectors for AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers.
+// f32 vectors for AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers; with VNNI byte vectors, too.
 #pragma once
 
 #include <immintrin.h>
@@ -83,5 +83,114 @@ inline void sum4(const Vec* v, float* out) {
   __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(fold(v[0]), fold(v[1])), _mm256_hadd_ps(fold(v[2]), fold(v[3])));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
+
+#ifdef __AVX512VNNI__
+// Four bytes in each lane, and the same bits as integers of other widths.
+typedef uint8_t Bytes __attribute__((vector_size(64)));
+typedef int16_t Shorts __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+// Four bytes in every lane. The products could take them from memory, but one load for two products is faster: on Ice
+// Lake a product takes 0.21 ns, one that repeats its operand 0.38.
+inline Ints repeat4(const void* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return Ints{} + x;
+}
+
+// sum + the four products of bytes of each lane, w unsigned and x signed.
+inline Ints add_products(Ints sum, Bytes w, Ints x) {
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
+                                                    reinterpret_cast<__m512i>(x)));
+}
+// The same for the two products of shorts.
+inline Ints add_products(Ints sum, Shorts w, Ints x) {
+  return reinterpret_cast<Ints>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
+                                                    reinterpret_cast<__m512i>(x)));
+}
+
+// Byte i of each lane in both halves of the lane.
+inline Shorts byte_in_halves(Words v, int i) {
+  const Words lanes = {0, 0x00040004, 0x00080008, 0x000c000c, 0, 0x00040004, 0x00080008, 0x000c000c,
+                       0, 0x00040004, 0x00080008, 0x000c000c, 0, 0x00040004, 0x00080008, 0x000c000c};
+  Words from = lanes | (0x80008000u | static_cast<uint32_t>(i << 16 | i));
+  return reinterpret_cast<Shorts>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(v), reinterpret_cast<__m512i>(from)));
+}
+inline Shorts signed_byte_in_halves(Words v, int i) { return (byte_in_halves(v, i) << 8) >> 8; }
+
+// out[j]: the 16 bytes at rows[j] + at, then those at rows[j + 4], rows[j + 8] and rows[j + 12] + at.
+template <class V>
+inline __attribute__((always_inline)) void load_slices(const char* const* rows, int64_t at, V* out) {
+  auto slice = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l] + at)); };
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    __m512i v = _mm512_zextsi128_si512(slice(j));
+    v = _mm512_maskz_inserti32x4(0xffff, v, slice(j + 4), 1);
+    v = _mm512_maskz_inserti32x4(0xffff, v, slice(j + 8), 2);
+    out[j] = reinterpret_cast<V>(_mm512_maskz_inserti32x4(0xffff, v, slice(j + 12), 3));
+  }
+}
+
+// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
+inline __attribute__((always_inline)) void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+  __m512i v[4];
+  load_slices(rows, at, v);
+  __m512i a = _mm512_maskz_unpacklo_epi32(0xffff, v[0], v[1]), b = _mm512_maskz_unpacklo_epi32(0xffff, v[2], v[3]);
+  __m512i c = _mm512_maskz_unpackhi_epi32(0xffff, v[0], v[1]), d = _mm512_maskz_unpackhi_epi32(0xffff, v[2], v[3]);
+  out[0] = reinterpret_cast<Bytes>(_mm512_maskz_unpacklo_epi64(0xff, a, b));
+  out[1] = reinterpret_cast<Bytes>(_mm512_maskz_unpackhi_epi64(0xff, a, b));
+  out[2] = reinterpret_cast<Bytes>(_mm512_maskz_unpacklo_epi64(0xff, c, d));
+  out[3] = reinterpret_cast<Bytes>(_mm512_maskz_unpackhi_epi64(0xff, c, d));
+}
+
+// out[4s + j]: 0xff for each set bit among bits 16 s to 16 s + 15 of the 32 at rows[j] + at, then of rows[j + 4] etc.
+inline void load_bits(const char* const* rows, int64_t at, Bytes* out) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    uint64_t mask = 0;
+    for (int part = 0; part < 4; ++part) {
+      uint16_t bits;
+      __builtin_memcpy(&bits, rows[i % 4 + 4 * part] + at + i / 4 * 2, 2);
+      mask |= static_cast<uint64_t>(bits) << (16 * part);
+    }
+    out[i] = reinterpret_cast<Bytes>(_mm512_movm_epi8(mask));
+  }
+}
+
+// table[i] for each byte i below 16.
+inline Bytes look_up(const uint8_t* table, Bytes i) {
+  __m512i all = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Bytes>(_mm512_shuffle_epi8(all, reinterpret_cast<__m512i>(i)));
+}
+
+// Row l of `load_slices`: its 16 bytes, signed or not, as numbers. v is out[l % 4].
+template <bool Signed>
+inline void widen_slice(Bytes v, int l, Vec* out) {
+  uint8_t bytes[64];
+  __builtin_memcpy(bytes, &v, 64);
+  __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + l / 4 * 16));
+  __m512i wide = Signed ? _mm512_maskz_cvtepi8_epi32(0xffff, row) : _mm512_maskz_cvtepu8_epi32(0xffff, row);
+  out[0] = _mm512_maskz_cvtepi32_ps(0xffff, wide);
+}
+
+// The f16 at rows[l] + at in lane l.
+inline Vec load_halves(const char* const* rows, int64_t at) {
+  typedef int16_t Halves __attribute__((vector_size(16)));
+  Halves v[2];
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes; ++l) {
+    int16_t half;
+    __builtin_memcpy(&half, rows[l] + at, 2);
+    v[l / 8][l % 8] = half;
+  }
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_set_m128i(reinterpret_cast<__m128i>(v[1]), reinterpret_cast<__m128i>(v[0])));
+}
+
+// The f16 in the low half of each lane.
+inline Vec from_f16(Words w) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(w)));
+}
+#endif
 
 }  // namespace moefuse::MOEFUSE_ISA

@@ -135,8 +135,10 @@ inline Shorts add(Shorts a, Shorts b) {
 }
 inline Ints add(Ints a, Ints b) { return a + b; }
 
-// Up to how many rows of activations weights are better multiplied as they lie than transposed first.
+// Up to how many rows of activations weights are better multiplied as they lie than transposed first, for groups of 32
+// and of 16.
 constexpr int kMostSliceRows = 2;
+constexpr int kMostSliceRows16 = 2;
 
 inline Bytes repeat4(const char* p) {
   uint32_t x;
@@ -227,6 +229,17 @@ template <bool Signed>
 inline void widen_slice(Bytes v, int, Vec* out) {
   auto byte = [&](int i) { return static_cast<float>(Signed ? static_cast<int8_t>(v[i]) : v[i]); };
   for (int i = 0; i < 4; ++i) out[i] = Vec{byte(4 * i), byte(4 * i + 1), byte(4 * i + 2), byte(4 * i + 3)};
+}
+
+// The f16 at rows[l] + at in lane l.
+inline Vec load_halves(const char* const* rows, int64_t at) {
+  Vec out;
+  for (int l = 0; l < kLanes; ++l) {
+    uint16_t half;
+    std::memcpy(&half, rows[l] + at, sizeof half);
+    out[l] = f16_to_f32(half);
+  }
+  return out;
 }
 
 // The f16 in the low half of each lane.

@@ -15,6 +15,9 @@ extern const Kernels kKernels;
 namespace avx512 {
 extern const Kernels kKernels;
 }
+namespace avx512vnni {
+extern const Kernels kKernels;
+}
 namespace avx512bf16 {
 extern const Kernels kKernels;
 }
@@ -29,7 +32,9 @@ std::vector<const Kernels*> find_available() {
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kKernels);
+  bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  if (has_vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kKernels);
+  if (has_vnni) found.push_back(&avx512vnni::kKernels);
   if (has_avx512) found.push_back(&avx512::kKernels);
   if (has_avx2) found.push_back(&avx2::kKernels);
 #endif
