@@ -413,8 +413,10 @@ def product(
     w, u, in_blocks = w_rows.data, u_rows.data, bool(w_rows.format or u_rows.format)
     gated = activation is not None and activation.gated
     # Of a z that is kept, and of what was made of it, nobody reads rows without an expert.
-    plain = not scatter and bias is None and (gated if z is not None else not fill)
+    plain = not scatter and bias is None and (z is None or gated)
     if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
+        if fill and z is None:
+            out.zero_()
         tiles = tiles or TokenTiles(plan.offsets, S)
         run = hopper.swap_ab_product
         if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):

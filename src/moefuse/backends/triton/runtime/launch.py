@@ -114,6 +114,24 @@ _MOST_COMPILED = 4096
 Argument: TypeAlias = Tensor | TensorDescriptor | tuple[float, ...] | float | None
 
 
+class _Thread(threading.local):
+    """Of this thread: whether the card's context is known to be its own."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def _take_context(device: torch.device) -> None:
+    """Make the card's context this thread's own.
+
+    A descriptor is made by the driver, which looks for one; autograd's threads have none before their first launch.
+    """
+    torch.empty(1, dtype=torch.int32, device=device).zero_()
+    _thread.has_context = True
+
+
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *others: Argument, **options: Any) -> None:
     """Run ``kernel`` on the device of its first argument. An empty grid is no launch.
 
@@ -135,6 +153,8 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *others: Argume
         with torch.cuda.device(device):
             launch(kernel, grid, first, *others, **options)
         return
+    if not _thread.has_context:
+        _take_context(device)
     found = compiled_for(kernel, device, args, options)
     if found is None:
         compiled = kernel[grid](*args, **options)
