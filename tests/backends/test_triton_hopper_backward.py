@@ -200,3 +200,47 @@ def test_gradients(case: str) -> None:
         assert torch.equal(gradient, again[name])
         bound = 1e-2 if dtype == torch.bfloat16 else 1.3e-3
         assert relative(gradient, exact[name]) < bound, name
+
+
+_FIRST = """
+import threading
+import torch
+import moefuse
+from moefuse.backends.triton import grouped_outer_hopper as outer
+
+threads = []
+multiply = outer.hopper_outer
+
+def noted(*args, **options):
+    threads.append(threading.get_ident())
+    multiply(*args, **options)
+
+outer.hopper_outer = noted
+T, E, H, I, top_k = 1024, 8, 512, 256, 2
+x = torch.randn(T, H, device="cuda").bfloat16()
+weights = torch.rand(T, top_k, device="cuda").softmax(-1)
+gate_up = (torch.randn(E, 2 * I, H, device="cuda") * H**-0.5).bfloat16()
+down = (torch.randn(E, H, I, device="cuda") * I**-0.5).bfloat16()
+ids = torch.rand(T, E, device="cuda").topk(top_k).indices
+leaves = [t.requires_grad_() for t in (x, weights, gate_up, down)]
+out = moefuse.experts(x, ids, weights, gate_up, down)
+d = torch.randn_like(out)
+# Room for all that follows: memory that is new would be asked of the driver, and give the thread its context.
+room = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (*[1 << 19] * 8, 1 << 28)]
+del room
+torch.cuda.synchronize()
+out.backward(d)
+assert threads, "Hopper's product was not taken"
+assert threading.get_ident() not in threads, "no thread of its own"
+assert all(leaf.grad.isfinite().all() and leaf.grad.any() for leaf in leaves)
+print("all", flush=True)
+"""
+
+
+@on_hopper
+def test_a_backward_is_the_first_that_its_thread_does() -> None:
+    """Autograd's thread has no context of the card yet; in a process of its own, where no test was there before."""
+    own = os.environ | {"TRITON_INTERPRET": "0"}
+    found = subprocess.run([sys.executable, "-c", _FIRST], env=own, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.endswith("all\n")
