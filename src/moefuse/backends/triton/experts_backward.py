@@ -5,7 +5,6 @@ Nothing of ``S * H`` is held: what is summed over slots is made and summed some 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,13 +17,9 @@ from moefuse.backends.triton.combine import slot_sum
 from moefuse.backends.triton.grouped_linear import z_columns
 from moefuse.backends.triton.grouped_linear_transposed import transposed_product
 from moefuse.backends.triton.grouped_outer import outer
-from moefuse.backends.triton.plan import RowTiles
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import slot_columns
 from moefuse.types import Activation, Plan, Stacks, Wanted
-
-#: who makes derivatives in the product's epilogue: nobody as long as a pass of their own is faster
-derivatives_hopper: ModuleType | None = None
 
 
 @triton.jit
@@ -142,26 +137,16 @@ def _derivatives(
     activation: Activation,
     results: tuple[Tensor | None, Tensor | None],
     keep_hidden: bool,
-    tiles: RowTiles,
 ) -> Tensor | None:
     """d_z and d_weights where given, and the weighted hidden rows where kept."""
-    (E, H, I), S, down = stacks.down.shape, plan.assignments, stacks.down
+    (E, H, I), S = stacks.down.shape, plan.assignments
     d_z, d_weights = results
     multiplies = d_z is not None or d_weights is not None
     if not multiplies and not keep_hidden:
         return None
-    if multiplies and derivatives_hopper is not None and isinstance(down, Tensor):  # noqa: SIM102
-        if derivatives_hopper.takes(d, (down,), plan, I) and derivatives_hopper.takes_derivatives(
-            z, activation, stacks.layout, stacks.down_bias
-        ):
-            hidden = torch.empty((S, I), dtype=d.dtype, device=d.device) if keep_hidden else None
-            derivatives_hopper.hopper_derivatives(
-                d, down, z, weights, plan, activation, (d_z, hidden, d_weights), tiles
-            )
-            return hidden
     hidden = torch.empty((S, I), dtype=d.dtype, device=d.device)
     if multiplies:
-        transposed_product(d, (down,), plan, hidden, gather=True, tiles=tiles)
+        transposed_product(d, (stacks.down,), plan, hidden, gather=True)
     bias_strides = (0, 0) if stacks.down_bias is None else stacks.down_bias.stride()
     launch(
         _derivatives_kernel,
@@ -197,12 +182,11 @@ def experts_backward(
     grads = {name: torch.empty(0, **like) for name in Wanted._fields}
 
     needs_d_z = wanted.x or wanted.gate_up or wanted.up or wanted.gate_up_bias
-    tiles = RowTiles(plan.offsets, S)
     d_z = (z if reuse_z else torch.empty_like(z)) if needs_d_z else None
     if wanted.weights:
         grads["weights"] = torch.empty_like(weights)
     results = d_z, grads["weights"] if wanted.weights else None
-    hidden = _derivatives(d, z, weights, stacks, plan, activation, results, wanted.down, tiles)
+    hidden = _derivatives(d, z, weights, stacks, plan, activation, results, wanted.down)
     if hidden is not None:
         grads["down"] = outer(d, hidden, plan, x.dtype, gather_grad=True)
     hidden = None  # its memory is free for what follows
@@ -223,6 +207,6 @@ def experts_backward(
             both = (stacks.gate_up,) if stacks.up is None else (stacks.gate_up, stacks.up)
             for first in range(0, H, width):
                 y = torch.empty((S, min(width, H - first)), **like)
-                transposed_product(d_z, both, plan, y, first=first, tiles=tiles)
+                transposed_product(d_z, both, plan, y, first=first)
                 slot_sum(y, None, plan, d_x[:, first : first + width])
     return tuple(grads.values())

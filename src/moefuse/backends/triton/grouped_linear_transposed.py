@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -13,17 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
-from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, hopper, most_tiles, rows_of
-from moefuse.backends.triton.plan import RowTiles
+from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, most_tiles, rows_of
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import DECODED_BYTES, Tile, decodes_first, transposed_tile
 from moefuse.types import Plan, Weight
-
-transposed_hopper: ModuleType | None = None
-if hopper is not None:
-    from moefuse.backends.triton import grouped_linear_transposed_hopper
-
-    transposed_hopper = grouped_linear_transposed_hopper
 
 
 @triton.jit
@@ -214,12 +206,11 @@ def transposed_product(
     scatter: bool = False,
     fill: bool = False,
     first: int = 0,
-    tiles: RowTiles | None = None,
 ) -> None:
     """Launch the product of rows of ``a`` with columns ``first`` and on of ``stacks`` into ``out`` ``[S, N]``.
 
     One stack ``[E, K, N]``, or two: the sum goes over the rows of the first, then of the second. ``first`` is a
-    multiple of a strip. ``tiles`` are those of the plan, for products that share them.
+    multiple of a strip.
     """
     S, E, N = plan.assignments, plan.num_experts, out.shape[1]
     width = stacks[0].shape[2]
@@ -237,12 +228,6 @@ def transposed_product(
             numbers = tuple(_numbers(rows, first, N, width, a.dtype) for rows in some)
             transposed_product(a, numbers, _experts_of(plan, experts), out, gather=gather, scatter=scatter)
         return
-    if transposed_hopper is not None and not (in_blocks or scatter or fill):
-        numbers = tuple(rows.data for rows in given)
-        if transposed_hopper.takes(a, numbers, plan, N):
-            tiles = tiles or RowTiles(plan.offsets, S)
-            transposed_hopper.hopper_transposed(a, numbers, plan, out, tiles, gather=gather)
-            return
     tile = tile or transposed_tile(S / E, a.element_size(), a.device, in_blocks)
     w, u = given[0].data, given[-1].data
     K, K2 = w.shape[1], u.shape[1] if len(given) > 1 else 0

@@ -172,14 +172,3 @@ class TokenTiles:
             launch(_token_tiles_kernel, (1,), self.offsets, made, E, **options)
             self._made[width] = made
         return self._made[width]
-
-
-class RowTiles(TokenTiles):
-    """Likewise in tiles of HEIGHT rows, none higher."""
-
-    HEIGHT = 128
-    SPARE = 0
-
-    @property
-    def table(self) -> Tensor:
-        return self.of(self.HEIGHT)

@@ -233,8 +233,6 @@ class OuterTile(NamedTuple):
     stages: int
 
 
-#: over this many rows per expert Hopper takes grouped_linear_transposed_hopper.py's product
-TRANSPOSED_ROWS = 32
 #: over this many rows per expert Hopper takes grouped_outer_hopper.py's product
 OUTER_ROWS = 32
 
