@@ -122,6 +122,7 @@ def main() -> None:
     against = "stock implementations, with commas between; with ' compiled' behind a name, by torch.compile"
     parser.add_argument("--against", default=",".join(STOCK), help=against)
     parser.add_argument("--profile", action="store_true", help="kernels of one captured step, by time (cuda)")
+    parser.add_argument("--blocks", action="store_true", help="then the model in the formats of a Q4_K_M file")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if device.type == "cpu":
@@ -154,6 +155,8 @@ def main() -> None:
             prefill(args, contest)
         if args.profile and device.type == "cuda":
             profile(args, contest)
+        if args.blocks:
+            in_blocks(args, contest, prompt, tokens)
 
 
 def report(
@@ -196,6 +199,37 @@ def prefill(args: argparse.Namespace, contest: Contest) -> None:
     stock, ours = found.values()
     rates = ", ".join(f"{name} {args.prefill / taken:.0f} tokens/s" for name, taken in found.items())
     print(f"\nprefill of {args.prefill} tokens: {rates}: {stock / ours:.2f}x")
+
+
+def in_blocks(args: argparse.Namespace, contest: Contest, prompt: Tensor, tokens: Tensor) -> None:
+    """The captured step once more, with the model in the formats of a Q4_K_M file."""
+    import moefuse.hf
+    from moefuse.nn import QuantEmbedding, QuantLinear
+
+    model, device, dtype = contest.model, prompt.device, getattr(torch, args.dtype)
+    contest.kept.clear()
+    started = waited(device)
+    moefuse.hf.quantize_(model, "Q4_K", {r"\d*[02468]\.mlp\.experts\.down": "Q6_K"})
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            even = path.endswith("v_proj") and int(path.split(".")[2]) % 2 == 0
+            format = "Q6_K" if even or path == "lm_head" else "Q4_K"
+            format = format if layer.in_features % 256 == 0 else "Q8_0"
+            model.set_submodule(path, QuantLinear(moefuse.quantize(layer.weight.data, format), dtype=dtype))
+    words = model.get_input_embeddings().weight.data
+    format = "Q4_K" if words.shape[1] % 256 == 0 else "Q8_0"
+    model.set_input_embeddings(QuantEmbedding(moefuse.quantize(words, format), dtype=dtype))
+    print(f"\nin blocks as in a Q4_K_M file, made in {waited(device) - started:.0f} s")
+    times = []
+    for _ in range(args.rounds):
+        step = contest.begin("moefuse captured", prompt)
+        step(tokens[0])
+        for row in tokens[1:]:
+            started = waited(device)
+            step(row)
+            times.append(waited(device) - started)
+        contest.end()
+    print(f"moefuse captured: {args.batch / statistics.median(times):.1f} decode tokens/s")
 
 
 def profile(args: argparse.Namespace, contest: Contest) -> None:

@@ -9,9 +9,10 @@ TINY = "--layers 1 --hidden 64 --experts 8 --intermediate 32 --top-k 2 --heads 8
 
 
 def test_runs_and_agrees() -> None:
-    command = [sys.executable, str(SCRIPT), *TINY.split(), "--dtype", "float32"]
+    command = [sys.executable, str(SCRIPT), *TINY.split(), "--dtype", "float32", "--blocks"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| moefuse")]
     assert len(rows) == 3
     assert "wrong" not in done.stdout
+    assert "moefuse captured: " in done.stdout.split("in blocks as in a Q4_K_M file")[1]
