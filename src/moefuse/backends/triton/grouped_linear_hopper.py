@@ -14,7 +14,8 @@ warpgroup.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -768,6 +769,12 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     return behind and w_data.stride() == u_data.stride() == (2 * N * K, K, 1)
 
 
+@functools.cache
+def shared_layout(swizzle: int, bits: int, rank: int) -> Any:
+    """A layout in shared memory; to check and make one anew takes 10 us."""
+    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
+
+
 def _plane(rows: Rows, N: int, K: int) -> TensorDescriptor:
     """The base plane of N rows of each matrix, in boxes of 64 rows."""
     decode = DECODERS[rows.format]
@@ -775,12 +782,12 @@ def _plane(rows: Rows, N: int, K: int) -> TensorDescriptor:
     data, (pitch, _, first, step) = rows.data, rows.strides
     shape, strides = (data.shape[0], N, length), (pitch, step * length, 1)
     plane = data.as_strided(shape, strides, data.storage_offset() + first * length)
-    layout = gl.NVMMASharedLayout(box, 8, rank=3)
+    layout = shared_layout(box, 8, 3)
     return TensorDescriptor(plane, list(shape), list(strides), [1, 64, box], layout)
 
 
 def described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=len(block))
+    layout = shared_layout(128, 8 * t.element_size(), len(block))
     return TensorDescriptor(t, shape, strides, block, layout)
 
 

@@ -53,6 +53,7 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     most,
     reinterpret,
     shape_of,
+    shared_layout,
     slots_of,
     span,
     tile_of,
@@ -632,7 +633,7 @@ def _plane(rows: Rows, N: int, K: int, high: bool) -> TensorDescriptor | None:
     length, begin = K // 8 * bits, matrix_rows * (K // 8 * base_bits(decode)) if high else 0
     shape, strides = (data.shape[0], N, length), (pitch, step * length, 1)
     plane = data.as_strided(shape, strides, data.storage_offset() + begin + first * length)
-    layout = gl.NVMMASharedLayout(box if box > 16 else 0, 8, rank=3)
+    layout = shared_layout(box if box > 16 else 0, 8, 3)
     return TensorDescriptor(plane, list(shape), list(strides), [1, BOX_ROWS.value, box], layout)
 
 

@@ -303,9 +303,9 @@ def hopper_outer(
     """
     S, E, (N, K) = plan.assignments, plan.num_experts, (left.shape[1], right.shape[1])
     tile = tile or hopper_outer_tile()
-    wide = gl.NVMMASharedLayout(128, 16, rank=2)
+    wide = shared_layout(128, 16, 2)
     right_desc = TensorDescriptor(right, list(right.shape), list(right.stride()), [tile.rows, tile.right], wide)
-    cube = gl.NVMMASharedLayout(128, 16, rank=3)
+    cube = shared_layout(128, 16, 3)
     out_desc = TensorDescriptor(out, list(out.shape), list(out.stride()), [1, 64, 64], cube)
     programs = torch.cuda.get_device_properties(left.device).multi_processor_count
     total = E * ceil_div(N, tile.left) * ceil_div(K, tile.right)
