@@ -61,7 +61,12 @@ def target(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], nn.Module]]:
     """Ways to move a module as ``to`` does: to shared memory, which stands for a device that reads planes; and back."""
-    monkeypatch.setattr("moefuse.nn.quantized.wanted", lambda blocks: "planes" if blocks.is_shared() else "")
+    from moefuse.quant.arrange import wanted
+
+    def read_there(blocks: torch.Tensor, now: str) -> str:
+        return "planes" if blocks.is_shared() else wanted(blocks, now)
+
+    monkeypatch.setattr("moefuse.nn.quantized.wanted", read_there)
     return (
         lambda module: module._apply(lambda t: t if t.is_shared() else t.clone().share_memory_()),
         lambda module: module._apply(lambda t: t.clone() if t.is_shared() else t),

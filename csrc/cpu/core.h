@@ -34,6 +34,7 @@ struct Weight {
   int64_t stride_n = 0;     // of K instead where it is transposed
   bool exact = false;       // blocks: activations stay in f32
   bool transposed = false;  // N is contiguous, not K
+  bool interleaved = false;  // blocks: kStripRows rows lie in turns, see moefuse.quant.arrange
 
   Dtype dtype() const { return static_cast<Dtype>(type); }  // of numbers, not of blocks
   explicit operator bool() const { return data != nullptr; }
@@ -180,6 +181,10 @@ void check_plan(const Plan& plan);
 // x [T, K] or [S, K] -> y [S, N]. See moefuse.ops.grouped_linear for gather and scatter.
 void grouped_linear(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, bool gather, bool scatter, Output y,
                     int threads);
+
+// The same blocks in the other order, where one of the two is interleaved and N a multiple of kStripRows. `fields` has
+// where each field of a block begins, and the size of a block.
+void interleave(const Weight& from, const Weight& to, Indices fields, int threads);
 
 // grad [S, N] -> d_x [S, K], what `grouped_linear` does to x turned round: `gather` reads rows of slots, `scatter`
 // writes them.

@@ -108,6 +108,7 @@ class Reader {
       const Format& form = block_format(to.type).exact;
       to.K = to.K / form.block_bytes * form.block;
       field<"exact">(from, to.exact);
+      to.interleaved = PyUnicode_CompareWithASCIIString(attribute<"arrangement">(from).ptr(), "interleaved") == 0;
     } else {
       to.type = static_cast<WeightType>(dtype(stack));
     }

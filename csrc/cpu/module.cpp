@@ -74,6 +74,7 @@ NB_MODULE(_core, m) {
   def(m, "grouped_linear_transposed", grouped_linear_transposed);
   def(m, "grouped_outer", grouped_outer);
   def(m, "linear", linear);
+  def(m, "interleave", interleave);
   def(m, "glu", glu);
   def(m, "glu_backward", glu_backward);
   def(m, "combine", combine);

@@ -14,16 +14,24 @@ struct Kind {
   WeightType type;
   int64_t size, bytes;
   std::vector<int64_t> scales;  // where its f16 fields are
+  std::vector<int64_t> fields;  // where its fields begin and the last ends; none where rows are never interleaved
 };
 
 const Kind kKinds[] = {
-    {"Q4_K", WeightType::q4_k, 256, 144, {0, 2}},    {"Q6_K", WeightType::q6_k, 256, 210, {208}},
-    {"Q8_0", WeightType::q8_0, 32, 34, {0}},         {"Q4_0", WeightType::q4_0, 32, 18, {0}},
-    {"Q5_K", WeightType::q5_k, 256, 176, {0, 2}},    {"Q5_0", WeightType::q5_0, 32, 22, {0}},
-    {"Q5_1", WeightType::q5_1, 32, 24, {0, 2}},      {"Q4_1", WeightType::q4_1, 32, 20, {0, 2}},
-    {"IQ4_NL", WeightType::iq4_nl, 32, 18, {0}},     {"IQ4_XS", WeightType::iq4_xs, 256, 136, {0}},
-    {"MXFP4", WeightType::mxfp4, 32, 17, {}},        {"Q2_K", WeightType::q2_k, 256, 84, {80, 82}},
-    {"Q3_K", WeightType::q3_k, 256, 110, {108}},     {"FP8", WeightType::fp8, 128, 132, {}},
+    {"Q4_K", WeightType::q4_k, 256, 144, {0, 2}, {0, 16, 144}},
+    {"Q6_K", WeightType::q6_k, 256, 210, {208}, {0, 128, 192, 208, 210}},
+    {"Q8_0", WeightType::q8_0, 32, 34, {0}, {0, 2, 34}},
+    {"Q4_0", WeightType::q4_0, 32, 18, {0}, {0, 2, 18}},
+    {"Q5_K", WeightType::q5_k, 256, 176, {0, 2}, {0, 16, 48, 176}},
+    {"Q5_0", WeightType::q5_0, 32, 22, {0}, {0, 2, 6, 22}},
+    {"Q5_1", WeightType::q5_1, 32, 24, {0, 2}, {0, 4, 8, 24}},
+    {"Q4_1", WeightType::q4_1, 32, 20, {0, 2}, {0, 4, 20}},
+    {"IQ4_NL", WeightType::iq4_nl, 32, 18, {0}, {0, 2, 18}},
+    {"IQ4_XS", WeightType::iq4_xs, 256, 136, {0}, {0, 8, 136}},
+    {"MXFP4", WeightType::mxfp4, 32, 17, {}, {0, 1, 17}},
+    {"Q2_K", WeightType::q2_k, 256, 84, {80, 82}, {0, 16, 80, 84}},
+    {"Q3_K", WeightType::q3_k, 256, 110, {108}, {0, 32, 96, 108, 110}},
+    {"FP8", WeightType::fp8, 128, 132, {}, {}},
 };
 
 // A weight as scale * q + offset.
@@ -158,6 +166,47 @@ void fill(const Kind& kind, Scales scales, uint8_t* blocks, int64_t count) {
       }
     }
   }
+}
+
+// Rows [N] in turns, kStripRows of them: word by word of each field, where short ones are a word.
+std::unique_ptr<Guarded> interleave(const Kind& kind, const uint8_t* rows, int64_t N, int64_t row_bytes) {
+  auto made = std::make_unique<Guarded>(N * row_bytes);
+  for (int64_t n = 0; n < N; ++n) {
+    for (int64_t i = 0; i < row_bytes; ++i) {
+      int64_t at = i % kind.bytes, field = 0;
+      while (kind.fields[static_cast<size_t>(field + 1)] <= at) ++field;
+      int64_t start = kind.fields[static_cast<size_t>(field)], stop = kind.fields[static_cast<size_t>(field + 1)];
+      int64_t word = std::min<int64_t>(4, stop - start), place = at - start;
+      int64_t to = start * kStripRows + (place / word * kStripRows + n % kStripRows) * word + place % word;
+      made->data()[n / kStripRows * kStripRows * row_bytes + i / kind.bytes * kind.bytes * kStripRows + to] = rows[n * row_bytes + i];
+    }
+  }
+  return made;
+}
+
+// The same bits from interleaved rows, forwards and backwards.
+void test_interleaved(const Kind& kind, bool exact, int64_t rows, int64_t E, int64_t N, int64_t K) {
+  context = kernels().name + std::string(" ") + kind.name + " interleaved M=" + std::to_string(rows) + " N=" +
+            std::to_string(N) + " K=" + std::to_string(K);
+  int64_t row_bytes = K / kind.size * kind.bytes;
+  Guarded blocks(E * N * row_bytes);
+  fill(kind, Scales::usual, blocks.data(), E * N * K / kind.size);
+  auto strips = interleave(kind, blocks.data(), E * N, row_bytes);
+  auto x = random_buffer(Dtype::f32, rows * K), grad = random_buffer(Dtype::f32, rows * N);
+  std::vector<int32_t> offsets, order;
+  for (int64_t e = 0; e <= E; ++e) offsets.push_back(static_cast<int32_t>(rows * e / E));
+  for (int64_t r = 0; r < rows; ++r) order.push_back(static_cast<int32_t>(r));
+  Plan plan{indices(offsets), indices(order), {}};
+  Buffer y(Dtype::f32, rows * N), d_x(Dtype::f32, rows * K);
+  Buffer want(Dtype::f32, rows * N), want_d_x(Dtype::f32, rows * K);
+  Weight weight{blocks.data(), kind.type, E, N, K, N * row_bytes, row_bytes, exact};
+  grouped_linear(x->tensor(K), weight, {}, plan, false, false, want.output(N), 1);
+  grouped_linear_transposed(grad->tensor(N), weight, plan, false, false, want_d_x.output(K), 1);
+  weight.data = strips->data(), weight.interleaved = true;
+  grouped_linear(x->tensor(K), weight, {}, plan, false, false, y.output(N), 2);
+  grouped_linear_transposed(grad->tensor(N), weight, plan, false, false, d_x.output(K), 2);
+  check(y.same_bits(want), "interleaved rows give other results");
+  check(d_x.same_bits(want_d_x), "interleaved rows give other gradients");
 }
 
 // The row as the rounded kernels see it: 8 bits in groups of 32.
@@ -316,6 +365,10 @@ void test_blocks() {
       test_product(kind, exact, Scales::usual, 0, 1, 9, 256);
       test_not_finite(kind, exact);
       test_batches(kind, exact);
+      for (int64_t rows : {1, 2, 5, 17, 64}) {
+        if (kind.fields.empty()) continue;
+        test_interleaved(kind, exact, rows, 1 + below(2), 32 * (1 + below(6)), kind.size * (1 + below(3)));
+      }
     }
     for (int64_t rows : {1, 7, 100}) {
       test_transposed(kind, Scales::usual, rows, 1, 1 + below(140), kind.size * (1 + below(3)));

@@ -11,6 +11,7 @@ from torch import nn
 import moefuse.nn.quantized
 from moefuse import QuantTensor, quantize
 from moefuse.nn import QuantEmbedding, QuantLinear
+from moefuse.nn.quantized import interleave_
 from moefuse.quant import arrange
 from moefuse.quant.arrange import PLANES
 from moefuse.quant.formats import FORMATS
@@ -316,3 +317,35 @@ def test_blocks_that_lie_where_another_order_is_wanted(rng: torch.Generator, mon
     assert made.arrangement == PLANES
     monkeypatch.undo()
     assert torch.equal(quantize(weight.dequantize(), "Q4_K").blocks, made.arranged("").blocks)
+
+
+def test_interleaved_blocks_stay_so_on_a_cpu(rng: torch.Generator, moves: Moves) -> None:
+    """Shared ones once; the same bits; states hold the file's order and load into either."""
+    to_gpu, to_cpu = moves
+    weight = random_blocks("Q6_K", (64, K), rng, 0.1)
+    model = nn.ModuleList((QuantEmbedding(weight), QuantLinear(weight), QuantLinear(blocks("Q6_K", rng))))
+    alone = QuantEmbedding(random_blocks("Q6_K", (64, K), rng, 0.1))
+    model.append(alone)
+    words, x = torch.tensor([[1, 39, 63]]), torch.randn(5, K)
+    want = [model[0](words), model[1](x), model[2](x), model[3](words)]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    interleave_(model)
+    assert model[0].blocks is model[1].blocks
+    assert [layer.spec for layer in model] == ["Q6_K:interleaved", "Q6_K:interleaved", "Q6_K", "Q6_K"]
+
+    def check(model: nn.ModuleList) -> None:
+        got = [model[0](words), model[1](x), model[2](x), model[3](words)]
+        assert same(got, want)
+
+    check(model)
+    check(copy.deepcopy(model))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    model[1].blocks.zero_()
+    model.load_state_dict(state)
+    check(model)
+    to_gpu(model)
+    assert model[1].spec == "Q6_K:planes"
+    to_cpu(model)
+    assert model[1].spec == "Q6_K"
+    check(model)

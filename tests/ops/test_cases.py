@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefuse.quant.arrange import PLANES
+from moefuse.quant.arrange import INTERLEAVED, PLANES
 from moefuse.testing import cases
 
 EACH = [pytest.param(case, dtype, id=f"{case.id}-{str(dtype)[6:]}") for case in cases.CASES for dtype in case.dtypes]
@@ -17,11 +17,12 @@ def test_case(case, dtype, target, rng):
     assert outcome.passed, outcome.describe()
 
 
+@pytest.mark.parametrize("arrangement", [PLANES, INTERLEAVED])
 @pytest.mark.parametrize("case", [case for case in cases.CASES if case.specs], ids=lambda case: case.id)
-def test_blocks_in_planes(case, target, rng):
+def test_blocks_arranged(case, arrangement, target, rng):
     if torch.float32 not in cases.dtypes_of(case, target[0]):
         pytest.skip(f"{target[0]} has no kernel for {', '.join((case.op, *case.formats))}")
-    outcome = cases.run(case, torch.float32, *target, seed=rng.initial_seed(), arrangement=PLANES)
+    outcome = cases.run(case, torch.float32, *target, seed=rng.initial_seed(), arrangement=arrangement)
     assert outcome.passed, outcome.describe()
 
 

@@ -1,6 +1,7 @@
 """Arrangements of blocks: where each bit goes, the way back, in place, and what `QuantTensor` makes of them."""
 
 import copy
+import itertools
 import pickle
 import weakref
 
@@ -10,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefuse
 from moefuse import QuantTensor
+from moefuse.backends.cpu import _native
+from moefuse.backends.cpu.interleave import interleaved
 from moefuse.quant import arrange
-from moefuse.quant.arrange import FIELDS, PLANES
+from moefuse.quant.arrange import FIELDS, INTERLEAVED, PLANES
 from moefuse.quant.formats import FORMATS, Format
 from moefuse.quant.tensor import format_in, in_file_order, spec_of, unwrap, wrap
 from moefuse.testing.random_blocks import random_blocks
@@ -247,10 +250,57 @@ def test_printing_and_copies(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("name", ["rows", "PLANES", None, 1])
 def test_arrangements_that_are_none(name: object, rng: torch.Generator) -> None:
     stack = random_blocks("Q8_0", (2, 3, 32), rng, 1.0)
-    with pytest.raises(ValueError, match="arrangement must be one of '', 'planes', got"):
+    with pytest.raises(ValueError, match="arrangement must be one of '', 'planes', 'interleaved', got"):
         stack.arranged(name)
-    with pytest.raises(ValueError, match="arrangement must be one of '', 'planes', got"):
+    with pytest.raises(ValueError, match="arrangement must be one of '', 'planes', 'interleaved', got"):
         QuantTensor(stack.blocks, "Q8_0", False, name)
+
+
+INTERLEAVED_FORMATS = [form for form in FORMATS.values() if form.name != "FP8"]
+
+
+@pytest.mark.parametrize("form", INTERLEAVED_FORMATS, ids=lambda form: form.name)
+def test_interleaved_rows(form: Format, rng: torch.Generator) -> None:
+    """Byte by byte from the rule in words, by torch and by the kernel, and back from it, in place too."""
+    E, N, blocks = 2, 64, 3
+    rows = random_bytes(form, E, N, blocks=blocks, rng=rng)
+    stack = QuantTensor(rows, form.name)
+    made = stack.arranged(INTERLEAVED)
+    got = made.blocks.flatten().tolist()
+    for e, n, b, at in itertools.product(range(E), (0, 5, 16, 63), range(blocks), range(form.nbytes)):
+        field = next(field for field in FIELDS[form.name] if field.start <= at < field.stop)
+        size = min(4, field.stop - field.start)
+        word, byte = divmod(at - field.start, size)
+        strip = ((e * N + n // 16 * 16) * blocks + 16 * b) * form.nbytes
+        place = strip + 16 * field.start + (16 * word + n % 16) * size + byte
+        assert got[place] == rows[e, n, b * form.nbytes + at], (e, n, b, at)
+    assert torch.equal(made.arranged("").blocks, rows)
+    assert torch.equal(made.arranged(PLANES).blocks, stack.arranged(PLANES).blocks)
+    assert torch.equal(stack.arranged(PLANES).arranged(INTERLEAVED).blocks, made.blocks)
+    if _native.core is not None:
+        wide = torch.cat([rows, rows], 0)[::2]
+        assert torch.equal(interleaved(QuantTensor(wide, form.name)).blocks, torch.stack([made.blocks[0]] * 2))
+    in_place = rows.clone()
+    arrange.rearrange_(in_place, form.name, "", INTERLEAVED)
+    assert torch.equal(in_place, made.blocks)
+    arrange.rearrange_(in_place, form.name, INTERLEAVED, "")
+    assert torch.equal(in_place, rows)
+    ids = torch.tensor([[5, 63], [0, 5]])
+    for part, want in ((made[1].rows(ids), rows[1][ids]), (made[1][7:20], rows[1][7:20]), (made[1][-1], rows[1][-1])):
+        assert part.arrangement == ""
+        assert torch.equal(part.blocks, want)
+    assert torch.equal(made[1].blocks, stack[1].arranged(INTERLEAVED).blocks)
+    with pytest.raises(IndexError):
+        made[0].rows(torch.tensor([-1]))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("Q8_0", (2, 48, 32)), ("FP8", (2, 64, 128)), ("Q8_0", (64,))])
+def test_rows_that_cannot_be_interleaved(name: str, shape: tuple[int, ...], rng: torch.Generator) -> None:
+    stack = random_blocks(name, shape, rng, 1.0)
+    with pytest.raises(ValueError, match="interleaved rows must be a multiple of 32 and not in FP8, got"):
+        stack.arranged(INTERLEAVED)
+    with pytest.raises(ValueError, match="interleaved rows must be a multiple of 32 and not in FP8, got"):
+        QuantTensor(stack.blocks, name, False, INTERLEAVED)
 
 
 def test_a_device_gets_what_its_backend_reads(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,24 +158,26 @@ void row_tile(const Product& product, const Panel* panels, const char* const* a,
 }
 
 // Decodes the blocks of one unit, or of what is left of a row.
-template <class F>
-inline void decode_unit(FetchingColumns& from, int64_t at, int64_t k, Panel& to) {
+template <class F, class Source>
+inline void decode_unit(const Source& from, int64_t at, int64_t k, const char* ahead, Panel& to) {
   constexpr int64_t kGroups = F::kSize / F::kGroup;
   for (int64_t b = 0; b < k / F::kSize; ++b) {
     F::head(from, at, {to.d + b, to.scale + b * kGroups, to.offset + b * kGroups});
-    each_chunk<F>([&]<int C>() { F::template chunk<C>(from, at, to.q + b * F::kSize / 4 + 4 * F::first_slice(C)); });
+    each_chunk<F>([&]<int C>() {
+      fetch<F, kLanes, C>(ahead);
+      F::template chunk<C>(from, at, to.q + b * F::kSize / 4 + 4 * F::first_slice(C));
+    });
     at += F::kBytes;
+    ahead = behind(ahead, kLanes * F::kBytes);
   }
 }
 
 // One unit of C panels: decoded once, multiplied with every row in tiles of about the same height.
-template <class F, class Product, int C>
-void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at, uintptr_t ahead,
+template <class F, class Source, class Product, int C>
+void unit(Product& product, Panel* panels, const Source* from, int64_t unit_at, const char* ahead,
           const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
   for (int c = 0; c < C; ++c) {
-    FetchingColumns from{{w + c * kLanes}, ahead};
-    decode_unit<F>(from, unit_at, k, panels[c]);
-    ahead = from.ahead;
+    decode_unit<F>(from[c], unit_at, k, behind(ahead, c * kLanes * k / F::kSize * F::kBytes), panels[c]);
   }
   product.template prepare<C>(panels, k);
   int64_t tiles = (rows + kTileHeight - 1) / kTileHeight;
@@ -186,18 +188,18 @@ void unit(Product& product, Panel* panels, const char* const* w, int64_t unit_at
 }
 
 // unit<C> for as many panels as the columns need.
-template <class F, class Product, int C = kStrips>
-void units(Product& product, Panel* panels, const char* const* w, int64_t columns, int64_t unit_at, uintptr_t ahead,
+template <class F, class Source, class Product, int C = kStrips>
+void units(Product& product, Panel* panels, const Source* from, int64_t columns, int64_t unit_at, const char* ahead,
            const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
   if constexpr (C > 1) {
     if (columns <= (C - 1) * kLanes) {
-      return units<F, Product, C - 1>(product, panels, w, columns, unit_at, ahead, a, rows, k, z);
+      return units<F, Source, Product, C - 1>(product, panels, from, columns, unit_at, ahead, a, rows, k, z);
     }
   }
-  unit<F, Product, C>(product, panels, w, unit_at, ahead, a, rows, k, z);
+  unit<F, Source, Product, C>(product, panels, from, unit_at, ahead, a, rows, k, z);
 }
 
-template <class F, class Product>
+template <class F, class Source, class Product>
 void dots(const Dots& d) {
   constexpr int64_t kUnitBytes = kUnit / F::kSize * F::kBytes;
   Product product;
@@ -215,12 +217,13 @@ void dots(const Dots& d) {
       a[m] = d.a[m];
       for (int64_t n = 0; n < kWidth; ++n) z[m][n] = 0;
     }
-    // Where there are no next rows, these are fetched again, which costs nothing.
-    const char* next = n0 + width < d.N ? d.w[n0 + width] : d.next != nullptr ? d.next : w[0];
+    Source from[kStrips];
+    for (int c = 0; c < kStrips; ++c) from[c] = {w, c * kLanes, n0};
+    const char* next = next_rows(d, n0, width);
     for (int64_t k0 = 0, u = 0; k0 < d.K; k0 += kUnit, ++u) {
       int64_t k = d.K - k0 < kUnit ? d.K - k0 : kUnit;
-      uintptr_t ahead = reinterpret_cast<uintptr_t>(next) + static_cast<uintptr_t>(u * width * kUnitBytes);
-      units<F, Product>(product, panels, w, columns, u * kUnitBytes, ahead, a, d.M, k, z);
+      const char* ahead = behind(next, u * width * kUnitBytes);
+      units<F>(product, panels, from, columns, u * kUnitBytes, ahead, a, d.M, k, z);
       for (int64_t m = 0; m < d.M; ++m) a[m] += Product::kUnitBytes;
     }
     for (int64_t m = 0; m < d.M; ++m) {
@@ -229,20 +232,22 @@ void dots(const Dots& d) {
   }
 }
 
-template <class F>
+template <class F, class Source>
 void integer_dots(const Dots& d) {
 #ifdef __AVX512VNNI__
-  register_dots<F>(d);
+  register_dots<F, Source>(d);
 #else
-  if (d.M <= kMostRows<F>) return slice_dots<F>(d);
-  dots<F, Integer<F>>(d);
+  if constexpr (!Source::kInterleaved) {
+    if (d.M <= kMostRows<F>) return slice_dots<F>(d);
+  }
+  dots<F, Source, Integer<F>>(d);
 #endif
 }
 
 // The blocks at `at` of kLanes rows, of which `live` are written: bytes as they lie, so that a row's numbers leave in
 // their order. The same operations as in `expand`, and so the same bits.
-template <class F>
-inline void decode_block(Slices from, int64_t at, int64_t live, float* out, int64_t pitch) {
+template <class F, class Source>
+inline void decode_block(const Source& from, int64_t at, int64_t live, float* out, int64_t pitch) {
   constexpr int kGroups = F::kSize / F::kGroup, kVecs = 16 / kLanes;
   Vec d, offset[kGroups];
   Shorts scale[kGroups];
@@ -259,6 +264,7 @@ inline void decode_block(Slices from, int64_t at, int64_t live, float* out, int6
 #pragma GCC unroll 4
     for (int s = 0; s < F::kChunkSlices; ++s) {
       int slice = F::first_slice(C) + s * F::kChunkStep, g = slice * 16 / F::kGroup;
+      if constexpr (Source::kInterleaved) transpose4(q + 4 * s * F::kChunkStep);
 #pragma GCC unroll 8
       for (int l = 0; l < kLanes; ++l) {
         if (l >= live) break;
@@ -277,7 +283,7 @@ inline void decode_block(Slices from, int64_t at, int64_t live, float* out, int6
   });
 }
 
-template <class F>
+template <class F, class Source>
 void decode_rows(const char* const* rows, int64_t count, int64_t n, float* out, int64_t pitch) {
   for (int64_t r = 0; r < count; r += kLanes) {
     int64_t live = count - r < kLanes ? count - r : kLanes;
@@ -285,25 +291,36 @@ void decode_rows(const char* const* rows, int64_t count, int64_t n, float* out, 
     // Lanes past the end repeat the last row.
     for (int64_t l = 0; l < kLanes; ++l) some[l] = rows[r + (l < live ? l : live - 1)];
     for (int64_t b = 0; b < n / F::kSize; ++b) {
-      decode_block<F>({some}, b * F::kBytes, live, out + r * pitch + b * F::kSize, pitch);
+      decode_block<F>(Source(some, 0, r), b * F::kBytes, live, out + r * pitch + b * F::kSize, pitch);
     }
   }
 }
 
+// As rows lie in a file, and interleaved.
 template <class F>
-constexpr BlockFormat kBlockFormat = {
-    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F>},
-    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Exact<F>>},
-    decode_rows<F>,
+constexpr BlockFormat kRows = {
+    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F, Columns>},
+    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Columns, Exact<F>>},
+    decode_rows<F, Slices>,
+};
+template <class F>
+constexpr BlockFormat kStrips16 = {
+    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F, Interleaved>},
+    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Interleaved, Exact<F>>},
+    decode_rows<F, Interleaved>,
 };
 
 }  // namespace
 
 // In the order of WeightType, from q4_k on.
 extern const BlockFormat kBlockFormats[kIntegerTypes] = {
-    kBlockFormat<Q4_K>, kBlockFormat<Q6_K>, kBlockFormat<Q8_0>,   kBlockFormat<Q4_0>,   kBlockFormat<Q5_K>,
-    kBlockFormat<Q5_0>, kBlockFormat<Q5_1>, kBlockFormat<Q4_1>,   kBlockFormat<IQ4_NL>, kBlockFormat<IQ4_XS>,
-    kBlockFormat<MXFP4>, kBlockFormat<Q2_K>, kBlockFormat<Q3_K>,
+    kRows<Q4_K>, kRows<Q6_K>, kRows<Q8_0>,   kRows<Q4_0>,   kRows<Q5_K>,  kRows<Q5_0>, kRows<Q5_1>,
+    kRows<Q4_1>, kRows<IQ4_NL>, kRows<IQ4_XS>, kRows<MXFP4>, kRows<Q2_K>, kRows<Q3_K>,
+};
+extern const BlockFormat kInterleavedFormats[kIntegerTypes] = {
+    kStrips16<Q4_K>, kStrips16<Q6_K>, kStrips16<Q8_0>,   kStrips16<Q4_0>,   kStrips16<Q5_K>,  kStrips16<Q5_0>,
+    kStrips16<Q5_1>, kStrips16<Q4_1>, kStrips16<IQ4_NL>, kStrips16<IQ4_XS>, kStrips16<MXFP4>, kStrips16<Q2_K>,
+    kStrips16<Q3_K>,
 };
 
 }  // namespace moefuse::MOEFUSE_ISA

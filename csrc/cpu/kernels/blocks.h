@@ -63,46 +63,73 @@ inline Words load_fields(const char* const* rows, int64_t at) {
   return out;
 }
 
-// Bytes of kLanes rows, transposed so that a lane is a row: q[4s + j] has elements 4j to 4j + 3 of slice s of 16.
-struct Columns {
-  const char* const* rows;
+// Bit k of each lane as the fifth bit of element k of a group of 32, a lane to a row.
+inline void add_fifth_bits_of(Words high, Bytes* q) {
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    // The multiplication puts bit i of the nibble at the bottom of byte i.
+    Words spread = (((high >> (4 * j)) & 0xfu) * 0x00204081u) & 0x01010101u;
+    q[j] |= bytes(spread << 4);
+  }
+}
+
+// Rows of blocks, wherever each lies: their factors and fields, a lane to a row. They are those from w[n] on, where w[0]
+// is row n0 of a task.
+struct Rows {
+  static constexpr bool kInterleaved = false;
+  const char* const* rows = nullptr;
+
+  Rows() = default;
+  Rows(const char* const* w, int64_t n, int64_t) : rows(w + n) {}
+
+  Vec halves(int64_t at) const { return load_halves(rows, at); }
+  template <class Field>
+  Words fields(int64_t at) const {
+    return load_fields<Field>(rows, at);
+  }
+};
+
+// Their bytes, transposed so that a lane is a row: q[4s + j] has elements 4j to 4j + 3 of slice s of 16.
+struct Columns : Rows {
+  using Rows::Rows;
 
   inline __attribute__((always_inline)) void load(int64_t at, Bytes* out) const { load_columns(rows, at, out); }
   void load_head(int64_t at, Bytes* out) const { load(at, out); }
   void load_again(int64_t at, Bytes* out) const { load(at, out); }
-
-  // Adds bit k of the 32 at `at` to element k of a group of 32 as its fifth bit.
-  void add_fifth_bits(int64_t at, Bytes* q) const {
-    Words high = load_fields<uint32_t>(rows, at);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) {
-      // The multiplication puts bit i of the nibble at the bottom of byte i.
-      Words spread = (((high >> (4 * j)) & 0xfu) * 0x00204081u) & 0x01010101u;
-      q[j] |= bytes(spread << 4);
-    }
-  }
+  void add_fifth_bits(int64_t at, Bytes* q) const { add_fifth_bits_of(fields<uint32_t>(at), q); }
 };
 
-// While bytes are read, as many are fetched from where the next rows usually lie.
-struct FetchingColumns : Columns {
-  uintptr_t ahead;
+// The same where kStripRows rows lie interleaved: of every field all rows' first words, then all their second ones. A field of
+// a half or a byte is a word of that size.
+struct Interleaved {
+  static constexpr bool kInterleaved = true;
+  const char* strip = nullptr;
+  int64_t lane = 0;  // the first of the rows
 
-  void load(int64_t at, Bytes* out) {
-    constexpr int64_t kRead = 16 * kLanes;
+  Interleaved() = default;
+  Interleaved(const char* const* w, int64_t n, int64_t n0) : strip(w[n]), lane((n0 + n) % kStripRows) {}
+
+  inline __attribute__((always_inline)) void load(int64_t at, Bytes* out) const {
 #pragma GCC unroll 4
-    for (int64_t line = 0; line < kRead; line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(ahead + static_cast<uintptr_t>(line)), 0, 3);
-    }
-    ahead += kRead;
-    load_columns(rows, at, out);
+    for (int j = 0; j < 4; ++j) __builtin_memcpy(out + j, strip + kStripRows * (at + 4 * j) + 4 * lane, sizeof(Bytes));
   }
+  void load_head(int64_t at, Bytes* out) const { load(at, out); }
+  void load_again(int64_t at, Bytes* out) const { load(at, out); }
 
-  void load_head(int64_t at, Bytes* out) { load(at, out); }
+  Vec halves(int64_t at) const { return load_f16(strip + kStripRows * at + 2 * lane); }
+  template <class Field>
+  Words fields(int64_t at) const {
+    typedef Field Fields __attribute__((vector_size(kLanes * sizeof(Field))));
+    Fields raw;
+    __builtin_memcpy(&raw, strip + kStripRows * at + static_cast<int64_t>(sizeof(Field)) * lane, sizeof raw);
+    return __builtin_convertvector(raw, Words);
+  }
+  void add_fifth_bits(int64_t at, Bytes* q) const { add_fifth_bits_of(fields<uint32_t>(at), q); }
 };
 
-// The same bytes as they lie: q[4s + j] has slice s of row j and, in longer vectors, of row j + 4 behind it.
-struct Slices {
-  const char* const* rows;
+// Bytes as they lie: q[4s + j] has slice s of row j and, in longer vectors, of row j + 4 behind it.
+struct Slices : Rows {
+  using Rows::Rows;
 
   void load(int64_t at, Bytes* out) const { load_slices(rows, at, out); }
   void load_head(int64_t at, Bytes* out) const { load_columns(rows, at, out); }
@@ -135,8 +162,13 @@ struct Block {
   // Small blocks begin with d and then their offset, and are one chunk.
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at);
-    if constexpr (kHasOffsets) to.offset[0] = load_halves(from.rows, at + 2);
+    if constexpr (kHasOffsets) {
+      Words both = from.template fields<uint32_t>(at);
+      to.d[0] = from_f16(both);
+      to.offset[0] = from_f16(both >> 16);
+    } else {
+      to.d[0] = from.halves(at);
+    }
   }
   static constexpr int kChunks = 1;
   static constexpr int kChunkSlices = 2;
@@ -223,7 +255,7 @@ struct IQ4_XS : Block<256, 136, 32, 1, 0, true> {
 
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    Words head = load_fields<uint32_t>(from.rows, at), low = load_fields<uint32_t>(from.rows, at + 4);
+    Words head = from.template fields<uint32_t>(at), low = from.template fields<uint32_t>(at + 4);
     to.d[0] = from_f16(head);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
@@ -244,7 +276,7 @@ struct MXFP4 : Block<32, 17, 32, 8, 12, false> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
     // Half of 2**(e - 127), as the table is doubled; it is subnormal for e below 2.
-    Words e = load_fields<uint8_t>(from.rows, at), normal = (e - 1u) << 23, subnormal = (Words{} + 0x00200000u) << e;
+    Words e = from.template fields<uint8_t>(at), normal = (e - 1u) << 23, subnormal = (Words{} + 0x00200000u) << e;
     to.d[0] = reinterpret_cast<Vec>(e < 2u ? subnormal : normal);
   }
   template <int, class Source>
@@ -325,7 +357,7 @@ struct Groups16 : Block<256, BlockBytes, 16, 4, Centre, true> {
 struct Q6_K : Groups16<210, 32> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at + 208);
+    to.d[0] = from.halves(at + 208);
     Bytes scales[4];
     from.load_head(at + 192, scales);
 #pragma GCC unroll 16
@@ -365,8 +397,9 @@ inline void load_crumbs(Source& from, int64_t at, Bytes* q) {
 struct Q2_K : Groups16<84, kOffsets> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at + 80);
-    Vec dmin = load_halves(from.rows, at + 82) * splat(-1);
+    Words factors = from.template fields<uint32_t>(at + 80);
+    to.d[0] = from_f16(factors);
+    Vec dmin = from_f16(factors >> 16) * splat(-1);
     Bytes scales[4];
     from.load_head(at, scales);
 #pragma GCC unroll 16
@@ -385,9 +418,9 @@ struct Q2_K : Groups16<84, kOffsets> {
 struct Q3_K : Groups16<110, 4> {
   template <class Source>
   static void head(Source& from, int64_t at, Numbers to) {
-    to.d[0] = load_halves(from.rows, at + 108);
-    Bytes a = bytes(load_fields<uint32_t>(from.rows, at + 96)), b = bytes(load_fields<uint32_t>(from.rows, at + 100));
-    Bytes c = bytes(load_fields<uint32_t>(from.rows, at + 104));
+    to.d[0] = from.halves(at + 108);
+    Bytes a = bytes(from.template fields<uint32_t>(at + 96)), b = bytes(from.template fields<uint32_t>(at + 100));
+    Bytes c = bytes(from.template fields<uint32_t>(at + 104));
     Bytes scales[4] = {(a & repeat(0x0f)) | bits<-4>(c, 0x30), (b & repeat(0x0f)) | bits<-2>(c, 0x30),
                        bits<4>(a, 0x0f) | (c & repeat(0x30)), bits<4>(b, 0x0f) | bits<2>(c, 0x30)};
 #pragma GCC unroll 16

@@ -25,7 +25,7 @@
 #define MOEFUSE_BLOCKS portable
 #endif
 namespace moefuse::MOEFUSE_BLOCKS {
-extern const BlockFormat kBlockFormats[kIntegerTypes];
+extern const BlockFormat kBlockFormats[kIntegerTypes], kInterleavedFormats[kIntegerTypes];
 }
 
 namespace moefuse::MOEFUSE_ISA {
@@ -220,6 +220,7 @@ extern const Kernels kKernels = {
     MOEFUSE_NAME(MOEFUSE_ISA),
     {{kF32, kF32}, {kBF16, kBF16Both}, {kF16, kF16}},
     MOEFUSE_BLOCKS::kBlockFormats,
+    MOEFUSE_BLOCKS::kInterleavedFormats,
     {kFp8, kFp8, decode_fp8},
     decode,
     encode,

@@ -40,10 +40,13 @@ constexpr int64_t kDepth = 1024;
 constexpr int64_t kMaxRows = 60;
 constexpr int64_t kMaxColumns = 128;
 
+// Weight rows that may lie interleaved, blocks at the same place of all of them together: those of the longest vectors.
+constexpr int64_t kStripRows = 16;
+
 // z[m, n] = dot(a[m], w[n]) for m < M, n < N. The order of the sum depends on K alone.
 struct Dots {
   const char* const* a;  // [M] packed rows of K, padded to kChunk
-  const char* const* w;  // [N] weight rows of K, not padded
+  const char* const* w;  // [N] weight rows of K, not padded; of interleaved ones, whole strips, where their strip begins
   int64_t M, N, K;
   float* z;  // [M, ldz]
   int64_t ldz;
@@ -65,7 +68,8 @@ struct Format {
 // integers both are the latter.
 struct BlockFormat {
   Format rounded, exact;
-  // The numbers of n elements, whole blocks, of each of `count` rows: out [count, pitch].
+  // The numbers of n elements, whole blocks, of each of `count` rows: out [count, pitch]. Interleaved rows begin with
+  // that of a strip.
   void (*decode)(const char* const* rows, int64_t count, int64_t n, float* out, int64_t pitch);
 };
 
@@ -73,6 +77,7 @@ struct Kernels {
   const char* name;
   Format formats[kPlainTypes][2];  // [weight dtype][1 where bf16 activations are exact enough]
   const BlockFormat* blocks;       // [kIntegerTypes]
+  const BlockFormat* interleaved;  // [kIntegerTypes]
   BlockFormat fp8;
 
   void (*decode)(Dtype dtype, const void* x, float* out, int64_t n);

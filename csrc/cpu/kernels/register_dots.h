@@ -6,10 +6,11 @@
 namespace moefuse::MOEFUSE_ISA {
 
 // z[c][m] += the products of row m with the block at `at` of C times kLanes weight rows, whose first group of
-// activations is `first`: as many slices as fill 16 registers are decoded and multiplied with every row.
-template <class F, int C>
-inline __attribute__((always_inline)) void multiply_block(const char* const (&w)[C][kLanes], int64_t at,
-                                                          const char* const* rows, int64_t M, int64_t first,
+// activations is `first`: as many slices as fill 16 registers are decoded and multiplied with every row. Meanwhile as
+// many bytes are fetched from `ahead` on.
+template <class F, int C, class Source>
+inline __attribute__((always_inline)) void multiply_block(const Source (&from)[C], int64_t at, const char* const* rows,
+                                                          int64_t M, int64_t first, const char* ahead,
                                                           float (*z)[kMaxRows][kLanes]) {
   constexpr int kGroups = F::kSize / F::kGroup, kParts = kGroup / F::kGroup, kSlices = F::kGroup / 16;
   constexpr int kVecs = 4 * ((F::kChunkSlices - 1) * F::kChunkStep + 1);
@@ -22,18 +23,17 @@ inline __attribute__((always_inline)) void multiply_block(const char* const (&w)
   for (int c = 0; c < C; ++c) {
     Vec d;
     Shorts scale[kGroups];
-    Columns from{w[c]};
-    F::head(from, at, {&d, scale, offset[c]});
+    F::head(from[c], at, {&d, scale, offset[c]});
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) factor[c][g] = F::kScales ? d * to_float(low_halves(scale[g])) : d;
   }
 
   each_chunk<F>([&]<int Chunk>() __attribute__((always_inline)) {
+    fetch<F, C * kLanes, Chunk>(ahead);
     Bytes q[C][kVecs];
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
-      Columns from{w[c]};
-      F::template chunk<Chunk>(from, at, q[c]);
+      F::template chunk<Chunk>(from[c], at, q[c]);
 #pragma GCC unroll 16
       for (int i = 0; F::kSigned && i < kVecs; ++i) q[c][i] ^= repeat(0x80);
     }
@@ -75,34 +75,44 @@ inline __attribute__((always_inline)) void multiply_block(const char* const (&w)
   });
 }
 
-// Rows n0 to n0 + C - 1 of kLanes runs of `run` rows each.
-template <class F, int C>
-void multiply_runs(const Dots& d, int64_t n0, int64_t run) {
-  alignas(64) float z[C][kMaxRows][kLanes];
-  const char* w[C][kLanes];
+// All of K: z[c][m] is row m with the weight rows of from[c]. `next` is where the weight rows of the next call lie.
+template <class F, int C, class Source>
+void multiply_rows(const Dots& d, const Source (&from)[C], const char* next, float (*z)[kMaxRows][kLanes]) {
   for (int c = 0; c < C; ++c) {
-    // Lanes past the end repeat the last row; their sums are dropped.
-    for (int64_t l = 0; l < kLanes; ++l) w[c][l] = d.w[n0 + c + l * run < d.N ? n0 + c + l * run : d.N - 1];
     for (int64_t m = 0; m < d.M; ++m) store(z[c][m], zero());
   }
   for (int64_t b = 0; b < d.K / F::kSize; ++b) {
-    multiply_block<F, C>(w, b * F::kBytes, d.a, d.M, b * F::kSize / kGroup, z);
+    const char* ahead = behind(next, b * C * kLanes * F::kBytes);
+    multiply_block<F, C>(from, b * F::kBytes, d.a, d.M, b * F::kSize / kGroup, ahead, z);
   }
+}
+
+// C times kLanes rows from n0 on.
+template <class F, int C, class Source>
+void multiply_strips(const Dots& d, int64_t n0) {
+  alignas(64) float z[C][kMaxRows][kLanes];
+  const char* w[C][kLanes];
+  Source from[C];
+  for (int c = 0; c < C; ++c) {
+    // Lanes past the end repeat the last row; their sums are dropped.
+    for (int64_t l = 0, n = n0 + c * kLanes; l < kLanes; ++l, ++n) w[c][l] = d.w[n < d.N ? n : d.N - 1];
+    from[c] = Source(w[c], 0, n0 + c * kLanes);
+  }
+  multiply_rows<F>(d, from, next_rows(d, n0, C * kLanes), z);
   for (int64_t m = 0; m < d.M; ++m) {
     for (int c = 0; c < C; ++c) {
-      for (int64_t n = n0 + c, l = 0; l < kLanes && n < d.N; ++l, n += run) d.z[m * d.ldz + n] = z[c][m][l];
+      for (int64_t n = n0 + c * kLanes, l = 0; l < kLanes && n < d.N; ++l, ++n) d.z[m * d.ldz + n] = z[c][m][l];
     }
   }
 }
 
-// Weights are read in kLanes streams, each a run of rows. Two rows of each run at a time halve the loads of activations,
-// but are worse decoded: at 4 rows on an Ice Lake core 0.8 of the speed in Q4_K, 0.9 in Q6_K and Q8_0, at 32 rows 0.97,
-// 1.14 and 1.06.
-template <class F>
+// Two strips at a time halve the loads of activations, but are worse decoded: at 4 rows on an Ice Lake core 0.8 of the
+// speed in Q4_K, 0.9 in Q6_K and Q8_0, at 32 rows 0.97, 1.14 and 1.06.
+template <class F, class Source>
 void register_dots(const Dots& d) {
-  int64_t run = (d.N + kLanes - 1) / kLanes, n0 = 0;
-  for (; d.M >= 16 && n0 + 1 < run; n0 += 2) multiply_runs<F, 2>(d, n0, run);
-  for (; n0 < run; ++n0) multiply_runs<F, 1>(d, n0, run);
+  int64_t n0 = 0;
+  for (; d.M >= 16 && n0 + kLanes < d.N; n0 += 2 * kLanes) multiply_strips<F, 2, Source>(d, n0);
+  for (; n0 < d.N; n0 += kLanes) multiply_strips<F, 1, Source>(d, n0);
 }
 
 }  // namespace moefuse::MOEFUSE_ISA

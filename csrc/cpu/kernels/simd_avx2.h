@@ -146,16 +146,23 @@ inline void load_slices(const char* const* rows, int64_t at, V* out) {
   }
 }
 
-// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
-inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+// From slices to columns, and back.
+inline void transpose4(Bytes* out) {
   __m256i v[4];
-  load_slices(rows, at, v);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) v[j] = reinterpret_cast<__m256i>(out[j]);
   __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
   __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
   out[0] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(a, b));
   out[1] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(a, b));
   out[2] = reinterpret_cast<Bytes>(_mm256_unpacklo_epi64(c, d));
   out[3] = reinterpret_cast<Bytes>(_mm256_unpackhi_epi64(c, d));
+}
+
+// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
+inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+  load_slices(rows, at, out);
+  transpose4(out);
 }
 
 // out[4s + j]: 0xff for each set bit among bits 16 s to 16 s + 15 of the 32 at rows[j] + at, then at rows[j + 4] + at.

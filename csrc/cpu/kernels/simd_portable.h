@@ -175,16 +175,22 @@ inline Shorts byte_in_halves(Words v, int i) {
 }
 inline Shorts signed_byte_in_halves(Words v, int i) { return (byte_in_halves(v, i) << 8) >> 8; }
 
-// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
-inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
-  Words v[kLanes];
-  for (int l = 0; l < kLanes; ++l) std::memcpy(&v[l], rows[l] + at, sizeof v[l]);
-  for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<Bytes>(Words{v[0][j], v[1][j], v[2][j], v[3][j]});
-}
-
 // out[j]: the 16 bytes at rows[j] + at.
 inline void load_slices(const char* const* rows, int64_t at, Bytes* out) {
   for (int j = 0; j < kLanes; ++j) std::memcpy(&out[j], rows[j] + at, sizeof out[j]);
+}
+
+// From slices to columns, and back.
+inline void transpose4(Bytes* out) {
+  Words v[kLanes];
+  for (int l = 0; l < kLanes; ++l) v[l] = reinterpret_cast<Words>(out[l]);
+  for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<Bytes>(Words{v[0][j], v[1][j], v[2][j], v[3][j]});
+}
+
+// out[j]: bytes 4j to 4j + 3 of the 16 at rows[l] + at, in lane l.
+inline void load_columns(const char* const* rows, int64_t at, Bytes* out) {
+  load_slices(rows, at, out);
+  transpose4(out);
 }
 
 // out[4s + j]: 0xff for each set bit among bits 16 s to 16 s + 15 of the 32 at rows[j] + at.

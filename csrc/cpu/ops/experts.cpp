@@ -64,7 +64,8 @@ class Layer {
         x_{&format_of(a_.stacks.gate_up, a_.x.dtype), nullptr, H_},
         up_x_{&format_of(a_.stacks.up ? a_.stacks.up : a_.stacks.gate_up, a_.x.dtype), nullptr, H_},
         hidden_{&format_of(a_.stacks.down, a_.x.dtype), nullptr, I_},
-        up_grid_(own_.plan.offsets, I_, gated_ ? 2 : 1, H_, *x_.format, hidden_.format->pack_unit, threads_),
+        up_grid_(own_.plan.offsets, I_, gated_ ? 2 : 1, H_, *x_.format, std::max(hidden_.format->pack_unit, kStripRows),
+                 threads_),
         down_grid_(own_.plan.offsets, H_, 1, I_, *hidden_.format, hidden_.format->pack_unit, threads_) {
     x_.data = scratch(Slot::activations, T_ * x_.pitch());
     up_x_.data = packs_twice() ? scratch(Slot::up_activations, T_ * up_x_.pitch()) : x_.data;
@@ -107,9 +108,11 @@ class Layer {
     Cell c = up_grid_.cell(task);
     int64_t width = c.columns * (gated_ ? 2 : 1);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = x_.row(order_[c.row + m] / top_k_);
+    // Strips of gates and ups in turns stay whole, and their results are taken apart.
+    bool in_turns = z_rows_.interleaved && a_.stacks.gate_up.interleaved;
     for (int64_t n = 0; n < c.columns; ++n) {
-      ws.w[n] = gate_row(c.expert, c.column + n);
-      if (gated_) ws.w[c.columns + n] = up_row(c.expert, c.column + n);
+      ws.w[in_turns ? 2 * n : n] = gate_row(c.expert, c.column + n);
+      if (gated_) ws.w[in_turns ? 2 * n + 1 : c.columns + n] = up_row(c.expert, c.column + n);
     }
     Cell after = next < 0 ? c : up_grid_.cell(next);
     const char* ahead = next < 0 ? nullptr : gate_row(after.expert, after.column);
@@ -134,6 +137,11 @@ class Layer {
     int64_t padded = c.column + c.columns == I_ ? hidden_.padded() - c.column : c.columns;
     for (int64_t m = 0; m < c.rows; ++m) {
       float* z = ws.z + m * width;
+      float apart[kMaxColumns];
+      if (in_turns) {
+        for (int64_t n = 0; n < width; ++n) apart[n % 2 * c.columns + n / 2] = z[n];
+        z = apart;
+      }
       for (int64_t n = 0; bias && n < width; ++n) z[n] += biases[n];
       if (a_.z) z_rows_.encode(z, z + c.columns, a_.z, {}, c.row + m, c.column, c.columns);
       kernels().activate(a_.activation, z, gated_ ? z + c.columns : nullptr, h, c.columns);

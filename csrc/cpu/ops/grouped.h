@@ -12,7 +12,7 @@ namespace moefuse {
 inline const Format& format_of(const Weight& w, Dtype activations) {
   int type = static_cast<int>(w.type);
   if (type < kPlainTypes) return kernels().formats[type][activations == Dtype::bf16 ? 1 : 0];
-  const BlockFormat& blocks = block_format(w.type);
+  const BlockFormat& blocks = block_format(w.type, w.interleaved);
   return w.exact ? blocks.exact : blocks.rounded;
 }
 

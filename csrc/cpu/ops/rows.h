@@ -19,7 +19,9 @@ inline char* row_of(Output x, int64_t row, int64_t columns) {
   return static_cast<char*>(x.data) + row * columns * size_of(x.dtype);
 }
 
+// Of an interleaved row, where its strip begins.
 inline const char* row_of(const Weight& w, int64_t expert, int64_t row) {
+  if (w.interleaved) row -= row % kStripRows;
   return static_cast<const char*>(w.data) + expert * w.stride_e + row * w.stride_n;
 }
 

@@ -9,11 +9,11 @@ namespace {
 
 bool is_blocks(const Weight& w) { return static_cast<int>(w.type) >= kPlainTypes; }
 
-// Of so many elements of a row, whole blocks where it has such.
+// Of so many elements of a row, whole blocks where it has such, and of its whole strip where rows are interleaved.
 int64_t bytes_of(const Weight& w, int64_t columns) {
   if (!is_blocks(w)) return columns * size_of(w.dtype());
   const Format& form = block_format(w.type).exact;
-  return columns / form.block * form.block_bytes;
+  return columns / form.block * form.block_bytes * (w.interleaved ? kStripRows : 1);
 }
 
 // Columns [column, column + width) of weight rows [k0, k0 + depth) as numbers, zeros up to `padded`.
@@ -28,7 +28,7 @@ void decode_strip(const WeightRows& weight, int64_t k0, int64_t depth, int64_t c
     if (is_blocks(own)) {
       const char* rows[kPanelDepth];
       for (int64_t i = k; i < stop; ++i) rows[i - k] = weight[i] + at;
-      block_format(own.type).decode(rows, stop - k, width, to, kPanelColumns);
+      block_format(own.type, own.interleaved).decode(rows, stop - k, width, to, kPanelColumns);
     } else {
       for (int64_t i = k; i < stop; ++i, to += kPanelColumns) {
         kernels().decode(own.dtype(), weight[i] + at, to, width);

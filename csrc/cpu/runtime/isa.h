@@ -10,8 +10,9 @@ namespace moefuse {
 
 const Kernels& kernels();
 
-inline const BlockFormat& block_format(WeightType type) {
-  return type == WeightType::fp8 ? kernels().fp8 : kernels().blocks[static_cast<int>(type) - kPlainTypes];
+inline const BlockFormat& block_format(WeightType type, bool interleaved = false) {
+  if (type == WeightType::fp8) return kernels().fp8;
+  return (interleaved ? kernels().interleaved : kernels().blocks)[static_cast<int>(type) - kPlainTypes];
 }
 
 // The names of those that this machine has, best first.

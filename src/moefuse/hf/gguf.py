@@ -22,7 +22,7 @@ from moefuse.hf.gguf_tokenizer import read_tokenizer
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
-from moefuse.nn.quantized import QuantModule
+from moefuse.nn.quantized import QuantModule, interleave_
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.gguf import GGUFFile, Malformed, brief, read
 from moefuse.quant.tensor import QuantTensor
@@ -39,6 +39,7 @@ def from_gguf(
     device: torch.device | str = "cpu",
     exact: bool = False,
     dequantize: str | None = None,
+    arrange: bool = False,
     progress: bool = True,
 ) -> tuple[Any, Any]:
     """The transformers model of a GGUF file, in eval mode, and its tokenizer.
@@ -57,6 +58,8 @@ def from_gguf(
         device: where it runs; on a GPU the blocks are copied there.
         exact: keep activations unrounded in products with blocks, see `moefuse.QuantTensor`.
         dequantize: "dense" gives all but the experts as numbers, which takes several times their memory.
+        arrange: on a CPU, copy blocks out of the file into the order that is read fastest there: faster by a quarter to
+            a third, for memory of the file's size and the time to read it whole.
         progress: show a bar on the terminal while loading.
 
     Raises:
@@ -81,6 +84,8 @@ def from_gguf(
     with _bar(file, progress) as bar:
         _fill(model, _Source(file, architecture, keys, bar), target, exact, dense=dequantize == "dense")
     model.save_pretrained = refuse_to_save
+    if arrange and torch.device(device).type == "cpu":
+        interleave_(model)
     return model.to(device).eval(), tokenizer
 
 

@@ -48,7 +48,7 @@ def load(
             raise ValueError("a GGUF file is not split over ranks: give the directory of a transformers model")
         if weights is not None:
             raise ValueError("a GGUF file has its formats already: leave the weights to it")
-        return from_gguf(folder, dtype=dtype, device=device, exact=exact)
+        return from_gguf(folder, dtype=dtype, device=device, exact=exact, arrange=_fits_twice(folder))
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,6 +84,16 @@ def _refuse_other_files(path: Path) -> None:
     if (path.parent / "config.json").is_file():
         raise ValueError(f"{path} is one file of a model: give its directory, {path.parent}")
     raise ValueError(f"{path} is no model: give the directory of a transformers model or a GGUF file")
+
+
+def _fits_twice(path: Path) -> bool:
+    """Whether a file, and a copy of it in memory of its own, leave room; where the system does not say, they do not."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+        return 2 * path.stat().st_size < free
+    except (OSError, StopIteration, ValueError):
+        return False
 
 
 def _check(folder: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse.backends.cpu.interleave import interleaved
 from moefuse.nn.shared import autocast_type
 from moefuse.ops._core.checks import FLOATS, check_instance, check_tensor
 from moefuse.ops.linear import linear
-from moefuse.quant.arrange import FILE, wanted
+from moefuse.quant.arrange import FILE, INTERLEAVED, can_interleave, wanted
 from moefuse.quant.tensor import QuantTensor, arrange_, in_file_order, wrap
 
 
@@ -34,7 +35,7 @@ class BlockModule(nn.Module):
 
     def _hold(self, name: str, weight: QuantTensor) -> None:
         """Take blocks as a buffer of that name, as the device where they lie wants them."""
-        weight = weight.arranged(wanted(weight.blocks))
+        weight = weight.arranged(wanted(weight.blocks, weight.arrangement))
         self.register_buffer(name, weight.blocks)
         self.specs[name] = weight.spec
 
@@ -42,7 +43,7 @@ class BlockModule(nn.Module):
         before = self._held()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for name, moved in self._held().items():
-            old, order = before[name].blocks, wanted(moved.blocks)
+            old, order = before[name].blocks, wanted(moved.blocks, moved.arrangement)
             if order != moved.arrangement:
                 self._hold(name, _rearranged(moved, order, old))
         return self
@@ -75,6 +76,25 @@ def _rearranged(moved: QuantTensor, order: str, before: Tensor) -> QuantTensor:
     if before.is_cuda and not moved.blocks.is_cuda:
         torch.cuda.synchronize(before.device)  # the copy may be under way
     return arrange_(moved, order)
+
+
+def interleave_(model: nn.Module) -> None:
+    """Blocks of a model on the CPU in the order that is read fastest there, where they can have it: in memory of their
+    own, out of the file they were mapped from. Modules that share blocks share them as before."""
+    weights = [(module, name, weight) for module in _block_modules(model) for name, weight in module._held().items()]
+    multiplied = {weight.blocks.data_ptr() for module, _, weight in weights if not isinstance(module, QuantEmbedding)}
+    made: dict[int, QuantTensor] = {}
+    for module, name, weight in weights:
+        at = weight.blocks.data_ptr()
+        mapped = weight.device.type == "cpu" and weight.arrangement == FILE
+        if mapped and at in multiplied and can_interleave(weight.format, weight.shape[-2]):
+            if at not in made:
+                made[at] = interleaved(weight)
+            module._hold(name, replace(weight, blocks=made[at].blocks, arrangement=INTERLEAVED))
+
+
+def _block_modules(model: nn.Module) -> list[BlockModule]:
+    return [module for module in model.modules() if isinstance(module, BlockModule)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +136,7 @@ class QuantModule(BlockModule):
         self._hold("blocks", weight)
 
     def _hold(self, name: str, weight: QuantTensor) -> None:
-        order = wanted(weight.blocks)
+        order = wanted(weight.blocks, weight.arrangement)
         blocks = weight.arranged(order).blocks
         self.register_buffer(name, blocks)
         # Making it anew at each call would take longer than a small product.
@@ -130,7 +150,7 @@ class QuantModule(BlockModule):
         """The blocks as the ops take them; ``dtype``, ``device`` and ``shape`` are those of the numbers."""
         buffers: Any = self._buffers  # nn.Module takes its time to find one
         kept, blocks, dtype = self._kept, buffers["blocks"], buffers["_numbers"].dtype
-        order = wanted(blocks)
+        order = wanted(blocks, kept.arrangement)
         compiling = torch.compiler.is_compiling()  # a graph is to know the blocks as a buffer
         same = kept.blocks is blocks and kept.wanted == order
         if same and kept.dtype is dtype and not compiling:
@@ -149,7 +169,7 @@ class QuantModule(BlockModule):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         # A copy may lie on another device than what it is a copy of.
-        self._kept = replace(self._kept, wanted=wanted(self._kept.blocks))
+        self._kept = replace(self._kept, wanted=wanted(self._kept.blocks, self._kept.arrangement))
 
     @property
     def spec(self) -> str:

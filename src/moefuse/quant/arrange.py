@@ -1,11 +1,15 @@
 """Arrangements: the order in which a backend wants the bytes of a matrix in blocks.
 
 "" is the file's own order, rows of blocks. "planes" has each field of all blocks together, so that codes can be read in
-aligned words. Either is made from the other without loss, of the same size; what lies beside a matrix in its stack is
-not touched.
+aligned words. "interleaved" has 16 rows in turns, so that a vector's lanes are rows. Each is made from the others
+without loss, of the same size; what lies beside a matrix in its stack is not touched.
 
 In planes a code's low bits come first, then its high bits, then scales as stored, each ``[N, blocks of a row, bytes]``.
 Values four apart share a byte: the first four fill the lowest bits of a word's bytes, the next four the bits above.
+
+Interleaved, blocks at the same place of 16 rows stand together, field after field as in one block: first words of all
+rows, then their second ones, ``[N / 16, blocks of a row, words of a field, 16, 4]``. A field of one or two bytes is a
+word of that size.
 """
 
 from __future__ import annotations
@@ -21,15 +25,21 @@ from torch.nn.functional import embedding
 
 from moefuse.quant.formats import FORMATS
 
-FILE, PLANES = "", "planes"
-ARRANGEMENTS = (FILE, PLANES)
+FILE, PLANES, INTERLEAVED = "", "planes", "interleaved"
+ARRANGEMENTS = (FILE, PLANES, INTERLEAVED)
 #: device type -> what its backend reads; any other reads the file's own order
 WANTED = {"cuda": PLANES}
+#: device type -> what its backend reads as well, and faster, where somebody has asked for it
+_TAKEN = {"cpu": INTERLEAVED}
 
 # Bytes rearranged at a time: what caches hold, or what fills a GPU. A dozen times as many are in use meanwhile.
 _CHUNK, _GPU_CHUNK = 2**19, 2**23
 # How far apart values lie that share a byte of a plane.
 _APART = 4
+# Rows that are interleaved; a stack of gate and up is cut in the middle, and so has a multiple of twice as many.
+_STRIP = 16
+_STRIPS = 2 * _STRIP
+STRIPS_RULE = f"interleaved rows must be a multiple of {_STRIPS} and not in FP8"
 
 
 class Field(NamedTuple):
@@ -64,9 +74,15 @@ FIELDS: dict[str, tuple[Field, ...]] = {
 }
 
 
-def wanted(blocks: Tensor) -> str:
-    """The arrangement that the backend of these bytes' device reads."""
-    return WANTED.get(blocks.device.type, FILE)
+def wanted(blocks: Tensor, now: str = FILE) -> str:
+    """The arrangement that the backend of these bytes' device reads: the one they have ``now`` where it takes that."""
+    device = blocks.device.type
+    return now if _TAKEN.get(device) == now else WANTED.get(device, FILE)
+
+
+def can_interleave(name: str, rows: int) -> bool:
+    """Whether a matrix of so many rows can be interleaved. FP8 is read by rows, as its codes are no integers."""
+    return rows % _STRIPS == 0 and name != "FP8"
 
 
 def check_arrangement(name: object) -> None:
@@ -88,13 +104,16 @@ def rearrange_(blocks: Tensor, name: str, before: str, after: str) -> None:
 
 
 def rows_of(blocks: Tensor, name: str, arrangement: str, index: slice | Tensor) -> Tensor:
-    """Rows of a matrix ``[N, row bytes]``, a slice of them or by their numbers ``[.., n]``, in its arrangement."""
+    """Rows of a matrix ``[N, row bytes]``, a slice of them or by their numbers ``[.., n]``: in planes where it lies in
+    planes, else in the file's order."""
 
     def rows(matrix: Tensor) -> Tensor:
         return embedding(index, matrix) if isinstance(index, Tensor) else matrix[index]
 
     if arrangement == FILE:
         return rows(blocks)
+    if arrangement == INTERLEAVED:
+        return _rows_of_strips(blocks, name, index)
     parts = [rows(view.flatten(1)) for view in _views(blocks, name, arrangement)]
     if parts[0].dim() < 2:
         return torch.cat(parts)
@@ -106,6 +125,8 @@ def fields_of(rows: Tensor, name: str, arrangement: str) -> list[Tensor]:
     """The fields of ``[.., row bytes]``, of each block after the other: codes one to a byte, ``[B, values]``, and what
     else is stored, ``[B, bytes]``."""
     rows = rows[None] if rows.dim() < 2 else rows
+    if arrangement == INTERLEAVED:
+        rows, arrangement = rearranged(rows, name, INTERLEAVED, FILE), FILE
     views = zip(FIELDS[name], _views(rows, name, arrangement), strict=True)
     return [
         split(view.flatten(0, -2), field.bits, field.apart if arrangement == FILE else _APART) for field, view in views
@@ -122,11 +143,22 @@ def split(data: Tensor, bits: int, apart: int) -> Tensor:
 
 
 def _fill(target: Tensor, source: Tensor, name: str, before: str, after: str) -> None:
+    if INTERLEAVED in (before, after) and not can_interleave(name, source.shape[-2] if source.dim() > 1 else 1):
+        raise ValueError(f"QuantTensor: {STRIPS_RULE}, got {name} and shape {list(source.shape)}")
     if source.numel() == 0 or source.is_meta:
         return
     if source.dim() > 3:
         for into, one in zip(target, source, strict=True):
             _fill(into, into if target is source else one, name, before, after)
+        return
+    if INTERLEAVED in (before, after):
+        for into, one in zip(target.view(-1, *target.shape[-2:]), source.view(-1, *source.shape[-2:]), strict=True):
+            rows = one.clone() if target is source or before == PLANES else one
+            if before == PLANES:
+                _fill(rows, rows, name, PLANES, FILE)
+            _fill_strips(into, rows, name, inverse=before == INTERLEAVED)
+            if after == PLANES:
+                _fill(into, into, name, FILE, PLANES)
         return
     in_place = target is source
     while source.dim() < 3:
@@ -151,6 +183,46 @@ def _views(blocks: Tensor, name: str, arrangement: str) -> list[Tensor]:
     sizes = [N * count * (field.stop - field.start) for field in fields]
     planes = torch.split(blocks.flatten(-2), sizes, -1)
     return [plane.view(*lead, N, count, -1) for plane in planes]
+
+
+def _strips(blocks: Tensor, name: str) -> list[tuple[Field, Tensor]]:
+    """Each field of an interleaved matrix where it lies: ``[N / 16, blocks of a row, words, 16, bytes of a word]``."""
+    form, (N, row) = FORMATS[name], blocks.shape
+    count, made = row // form.nbytes, []
+    for field in FIELDS[name]:
+        size = min(4, field.stop - field.start)
+        shape = (N // _STRIP, count, (field.stop - field.start) // size, _STRIP, size)
+        strides = (_STRIP * row, _STRIP * form.nbytes, _STRIP * size, size, 1)
+        view = blocks.as_strided(shape, strides, blocks.storage_offset() + _STRIP * field.start)
+        made.append((field, view))
+    return made
+
+
+def _fill_strips(target: Tensor, source: Tensor, name: str, inverse: bool) -> None:
+    """A matrix ``[N, row bytes]`` interleaved from the file's order, or the other way round."""
+    form = FORMATS[name]
+    for field, strips in _strips(source if inverse else target, name):
+        N, count, words, rows, size = strips.shape
+        there = _cut(target if inverse else source, form.nbytes)[..., field.start : field.stop]
+        if inverse:
+            there.copy_(strips.permute(0, 3, 1, 2, 4).reshape(there.shape))
+        else:
+            # Words are moved as such: a copy by bytes takes several times as long.
+            word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+            data = there.contiguous().view(N, rows, count, words * size).view(word)
+            strips.copy_(data.permute(0, 2, 3, 1).contiguous().unsqueeze(-1).view(torch.uint8))
+
+
+def _rows_of_strips(blocks: Tensor, name: str, index: slice | Tensor) -> Tensor:
+    """Rows of an interleaved matrix in the file's order."""
+    form, (N, row) = FORMATS[name], blocks.shape
+    numbers = torch.arange(N, device=blocks.device)
+    numbers = numbers[index] if isinstance(index, slice) else embedding(index, numbers[:, None])[..., 0]
+    made = blocks.new_empty((*numbers.shape, row))
+    for field, strips in _strips(blocks, name):
+        found = strips.permute(0, 3, 1, 2, 4)[numbers // _STRIP, numbers % _STRIP]
+        _cut(made, form.nbytes)[..., field.start : field.stop] = found.flatten(-2)
+    return made
 
 
 def _cut(data: Tensor, *sizes: int) -> Tensor:

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.quant.arrange import FILE, check_arrangement, rearrange_, rearranged, rows_of, wanted
+from moefuse.quant.arrange import (
+    FILE,
+    INTERLEAVED,
+    STRIPS_RULE,
+    can_interleave,
+    check_arrangement,
+    rearrange_,
+    rearranged,
+    rows_of,
+    wanted,
+)
 from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
@@ -48,8 +58,8 @@ class QuantTensor:
         form = format_of(self.format)
         if form.name != self.format:
             object.__setattr__(self, "format", form.name)
-        check_arrangement(self.arrangement)
         blocks = self.blocks
+        check_arrangement(self.arrangement)
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
             got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
             raise TypeError(f"QuantTensor: blocks must be a uint8 tensor, got {got}")
@@ -57,6 +67,8 @@ class QuantTensor:
         if len(shape) < 1 or shape[-1] % form.nbytes:
             rule = f"rows of whole {self.format} blocks, a multiple of {form.nbytes} bytes"
             raise ValueError(f"QuantTensor: blocks must have {rule}, got shape {list(shape)}")
+        if self.arrangement == INTERLEAVED and not (len(shape) > 1 and can_interleave(self.format, shape[-2])):
+            raise ValueError(f"QuantTensor: {STRIPS_RULE}, got {self.format} and shape {list(shape)}")
         if blocks.is_contiguous():  # what all but slices are
             return
         gap = len(shape) > 1 and shape[-2] > 1 and blocks.stride(-2) != shape[-1]
@@ -98,15 +110,21 @@ class QuantTensor:
         if self.arrangement == FILE or self.blocks.dim() > 2:
             return replace(self, blocks=self.blocks[index])
         if isinstance(index, slice):
-            return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, index))
+            return self._rows(index)
         row = range(len(self))[index]
-        return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, slice(row, row + 1))[0])
+        rows = self._rows(slice(row, row + 1))
+        return replace(rows, blocks=rows.blocks[0])
+
+    def _rows(self, index: slice | Tensor) -> QuantTensor:
+        """Rows of a matrix, which are few and so no longer interleaved."""
+        order = FILE if self.arrangement == INTERLEAVED else self.arrangement
+        return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, index), arrangement=order)
 
     def rows(self, ids: Tensor) -> QuantTensor:
         """Rows of a matrix ``[N, K]`` by their numbers, ``[.., K]``: a copy."""
         if self.blocks.dim() != 2:
             raise ValueError(f"QuantTensor: rows are taken of a matrix [N, K], got shape {list(self.shape)}")
-        return replace(self, blocks=rows_of(self.blocks, self.format, self.arrangement, ids))
+        return self._rows(ids)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantTensor:
         """On another device, arranged as its backend reads blocks.
@@ -117,7 +135,7 @@ class QuantTensor:
             raise TypeError(f"QuantTensor: to() takes a device, got {device}; dequantize() gives numbers")
         # Only a GPU waits for a copy by itself before it rearranges.
         moved = self.blocks.to(device, non_blocking=non_blocking and self.arrangement == FILE)
-        order = wanted(moved)
+        order = wanted(moved, self.arrangement)
         if order == self.arrangement:
             return replace(self, blocks=moved)
         if moved.device == self.device:
@@ -147,7 +165,8 @@ class QuantTensor:
             return out
         rows = max(_CHUNK // max(out.shape[1], 1), 1)
         for start in range(0, out.shape[0], rows):
-            out[start : start + rows] = unpack(self[start : start + rows].blocks, self.format, self.arrangement)
+            part = self[start : start + rows]
+            out[start : start + rows] = unpack(part.blocks, part.format, part.arrangement)
         return out
 
     def __repr__(self) -> str:

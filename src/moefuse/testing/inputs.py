@@ -11,6 +11,7 @@ from torch import Tensor
 
 import moefuse
 from moefuse import backends
+from moefuse.quant.arrange import INTERLEAVED, can_interleave
 from moefuse.quant.tensor import QuantTensor
 from moefuse.testing.random_blocks import random_blocks
 from moefuse.types import Activation, Routing
@@ -66,11 +67,12 @@ def map_tensors(
 
 
 def moved(inputs: dict[str, Any], device: torch.device | str, arrangement: str | None = None) -> dict[str, Any]:
-    """The arguments of an op on a device; blocks arranged as its backend reads them, or as asked for."""
+    """The arguments of an op on a device; blocks as its backend reads them, or arranged as asked for."""
 
     def blocks(value: QuantTensor) -> QuantTensor:
         there = value.to(device)
-        return there if arrangement is None else there.arranged(arrangement)
+        impossible = arrangement == INTERLEAVED and not can_interleave(there.format, there.shape[-2])
+        return there if arrangement is None or impossible else there.arranged(arrangement)
 
     return {name: map_tensors(value, lambda t: t.to(device), blocks) for name, value in inputs.items()}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefuse.backends.codes import Codes
 from moefuse.quant import formats as quant
-from moefuse.quant.arrange import FILE
+from moefuse.quant.arrange import FILE, PLANES
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import ACTIVATION_KINDS, SCORES, Projections, Stacks, Weight
 
@@ -39,12 +39,16 @@ def like(t: Weight | None, wanted: bool = True) -> Tensor | None:
     return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
 
 
-def in_file_order(weights: Weights) -> Weights:
-    """Blocks in the one arrangement that the kernels read."""
-    if not any(isinstance(value, QuantTensor) and value.arrangement != FILE for value in weights):
+def readable(weight: Weight) -> Weight:
+    """A weight as the kernels read it: in numbers, or in blocks that do not lie in planes."""
+    return weight.arranged(FILE) if isinstance(weight, QuantTensor) and weight.arrangement == PLANES else weight
+
+
+def all_readable(weights: Weights) -> Weights:
+    """The same for what holds weights."""
+    if not any(isinstance(value, QuantTensor) and value.arrangement == PLANES for value in weights):
         return weights
-    fields = weights._asdict().items()
-    found: dict[str, Any] = {name: w.arranged(FILE) for name, w in fields if isinstance(w, QuantTensor)}
+    found: dict[str, Any] = {name: readable(w) for name, w in weights._asdict().items() if isinstance(w, QuantTensor)}
     return weights._replace(**found)
 
 

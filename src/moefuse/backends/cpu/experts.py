@@ -19,5 +19,5 @@ def experts(
     outputs: Outputs,
     z: Tensor | None,
 ) -> None:
-    stacks = _native.in_file_order(stacks)
+    stacks = _native.all_readable(stacks)
     _native.core.experts(x, ids, weights, stacks, plan, activation, tail, outputs, z, _native.threads())

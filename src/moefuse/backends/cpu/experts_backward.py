@@ -31,6 +31,6 @@ def experts_backward(
         gate_up_bias=like(stacks.gate_up_bias, wanted.gate_up_bias),
         down_bias=like(stacks.down_bias, wanted.down_bias),
     )
-    stacks = _native.in_file_order(stacks)
+    stacks = _native.all_readable(stacks)
     _native.core.experts_backward(d, x, z, weights, stacks, plan, activation, gradients, _native.threads())
     return or_empty(vars(gradients).values())

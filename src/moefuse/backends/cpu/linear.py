@@ -20,6 +20,6 @@ def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tens
             assert isinstance(weight, Tensor)
             plain_product(x, weight, bias, residual, out[:, stop - weight.shape[0] : stop])
     elif out.numel():
-        projections = _native.in_file_order(projections)
+        projections = _native.all_readable(projections)
         _native.core.linear(x, projections, residual, out, _native.threads())
     return out
