@@ -76,7 +76,7 @@ class Block:
 
 def recordings(of_blocks: bool = True) -> int:
     """How many there are of whole blocks, or of parts of one: gate and experts."""
-    return sum(record.again is not None and of_blocks == (key.op == "moe") for key, record in replay._RECORDS.items())
+    return sum(record.again is not None and of_blocks == (op == "moe") for (op, *_), record in replay._RECORDS.items())
 
 
 @pytest.mark.parametrize("T", [1, 2, 6])

@@ -17,31 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse.backends.recording import NothingElse, Unrecordable
 from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
 #: in a launch's list of arguments, where the stream goes
 _STREAM = object()
-_aten: Any = torch.ops.aten
-#: what a run may do besides launching and taking views
-_ALLOCATIONS = frozenset(
-    (
-        _aten.empty.memory_format,
-        _aten.empty_strided.default,
-        _aten.empty_like.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-        torch.ops.prim.device.default,
-    )
-)
-
-
-class _Unrecordable(Exception):
-    """A run does more than launch kernels on its arguments and on buffers."""
 
 
 class Piece(NamedTuple):
@@ -61,15 +45,6 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
     #: the compiled kernel and its compile-time arguments; None in the interpreter
     compiled: tuple[Any, tuple[Any, ...]] | None
-
-
-class _NothingElse(TorchDispatchMode):
-    """Refuses whatever a replay would leave out: a copy, a fill, another library's op."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func not in _ALLOCATIONS:
-            raise _Unrecordable(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class _Taker:
@@ -114,7 +89,7 @@ class _Taker:
         return self.buffers[0]
 
     def refuse(self, why: str) -> None:
-        raise _Unrecordable(why)
+        raise Unrecordable(why)
 
     def result(self, t: Tensor) -> tuple[Piece | None, int | None]:
         """The buffer that is returned and an argument just like it, or only the argument that is returned."""
@@ -140,8 +115,8 @@ def record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callabl
     """A function that does what ``run(*tensors)`` does, on tensors laid out like these; None where that is more than
     to launch kernels.
 
-    It takes the tensors that are not None, and their addresses. All are on one device, and begin at multiples of 16
-    bytes. ``run`` returns tensors, in a tuple or alone, or None among them.
+    It takes the tensors that are not None. All are on one device, and begin at multiples of 16 bytes. ``run`` returns
+    tensors, in a tuple or alone, or None among them.
     """
     device = next(t for t in tensors if t is not None).device
     return None if why_not(device) is not None else _record(run, tensors)
@@ -186,7 +161,7 @@ def _probe(device: torch.device) -> str | None:
             replay = _record(run, [first])
             if replay is None:
                 return "a run of two launches could not be taken down"
-            if torch.equal(replay([second], [second.data_ptr()]), 4 * second + 5):
+            if torch.equal(replay([second]), 4 * second + 5):
                 return None
     except Exception as error:  # whatever this Triton objects to, ordinary launches serve
         return f"this Triton's launcher is another ({type(error).__name__}: {error})"
@@ -202,10 +177,10 @@ def _record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callab
         arguments = [None if t is None else next(stand_ins) for t in tensors]
         recording.recorder = taker
         try:
-            with _NothingElse():
+            with NothingElse(views=True):
                 results = run(*arguments)
             return (_Interpreted if INTERPRETED else Replay)(taker, results)
-        except _Unrecordable:
+        except Unrecordable:
             return None
         finally:
             recording.recorder = None
@@ -256,7 +231,7 @@ class _Interpreted(_Layout):
         super().__init__(taker, results)
         self.launches = taker.launches
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:  # noqa: ARG002
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         fresh, returned = self.allocate(tensors)
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
         counters = counters_at(self.device, 0, scratch.data_ptr(), self.counted)
@@ -331,11 +306,11 @@ class Replay(_Layout):
             self.launches.append((run, operator.itemgetter(*picks), compiled[grid], own))
         self.empty: Tensor | None = None
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         device = self.device
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(tensors, addresses)
+                return self(tensors)
         if self.empty is None:
             self.empty = torch.empty(0, dtype=torch.uint8, device=device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -344,7 +319,7 @@ class Replay(_Layout):
         scratch = self.empty.new_empty(self.scratch)
         begin = scratch.data_ptr()
         counters = counters_at(device, stream, begin, self.counted) if self.counted else scratch
-        bases = [counters.data_ptr(), *addresses, *[t.data_ptr() for t in fresh], begin]
+        bases = [counters.data_ptr(), *[t.data_ptr() for t in (*tensors, *fresh)], begin]
         values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
