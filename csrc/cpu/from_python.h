@@ -175,6 +175,7 @@ class Reader {
 
   void read(nb::handle from, Plan& to) {
     if (from.is_none()) return;
+    if (addresses != nullptr) throw nb::value_error("a plan is checked at each call");
     field<"offsets">(from, to.offsets);
     field<"order">(from, to.order);
     field<"inverse">(from, to.inverse);

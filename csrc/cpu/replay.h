@@ -40,6 +40,7 @@ inline nb::object look(nb::handle op, nb::handle backend, nb::handle values, boo
         return nb::none();
       }
       if (reinterpret_cast<uintptr_t>(t.data) % kAlignment != 0) return nb::none();
+      if (t.data == nullptr && t.nbytes() > 0) return nb::none();  // zeros without memory
       if (call<"is_neg">(value).is(Py_True)) return nb::none();  // a view's sign is no part of its layout
       if (gradients && attribute<"requires_grad">(value).is(Py_True)) return nb::none();
       note(&t.device_type, offsetof(DLTensor, lanes) - offsetof(DLTensor, device_type));

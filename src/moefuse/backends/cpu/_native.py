@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -32,11 +33,12 @@ Codes("cpu", "activation", getattr(core, "ACTIVATIONS", ()), ACTIVATION_KINDS)
 Codes("cpu", "score", getattr(core, "SCORES", ()), SCORES)
 
 threads = torch.get_num_threads
+empty = functools.partial(torch.empty, device="cpu")  # whatever the default device is
 
 
 def like(t: Weight | None, wanted: bool = True) -> Tensor | None:
     """Room for the gradient of ``t``, dense; None where there is none to write, as for blocks."""
-    return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
+    return empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
 
 
 def in_file_order(weights: Weights) -> Weights:
@@ -50,4 +52,4 @@ def in_file_order(weights: Weights) -> Weights:
 
 def or_empty(gradients: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     """Gradients as an op returns them: an empty tensor where there is none."""
-    return tuple(torch.empty(0) if t is None else t for t in gradients)
+    return tuple(empty(0) if t is None else t for t in gradients)

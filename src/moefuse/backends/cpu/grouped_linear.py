@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
@@ -12,7 +11,7 @@ from moefuse.types import Plan, Weight
 
 
 def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    y = torch.empty((plan.assignments, weight.shape[1]), dtype=x.dtype)
+    y = _native.empty((plan.assignments, weight.shape[1]), dtype=x.dtype)
     if isinstance(weight, QuantTensor):
         weight = weight.arranged(FILE)
     _native.core.grouped_linear(x, weight, bias, plan, gather, scatter, y, _native.threads())
@@ -20,7 +19,7 @@ def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, plan: Plan, g
 
 
 def grouped_linear_transposed(grad: Tensor, weight: Weight, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    d_x = torch.empty((plan.assignments, weight.shape[2]), dtype=grad.dtype)
+    d_x = _native.empty((plan.assignments, weight.shape[2]), dtype=grad.dtype)
     if isinstance(weight, QuantTensor):
         weight = weight.arranged(FILE)
     _native.core.grouped_linear_transposed(grad, weight, plan, gather, scatter, d_x, _native.threads())

@@ -80,7 +80,8 @@ def _look(
             options.append(value)
             continue
         try:
-            odd = value.data_ptr() % _ALIGNMENT
+            begin = value.data_ptr()
+            odd = begin % _ALIGNMENT or (begin == 0 and value.nbytes)
             layouts.append((value.dtype, value.device, value.shape, value.stride()))
         except RuntimeError:  # without memory or strides: the checks have words for it
             return None
