@@ -110,7 +110,10 @@ LONG = {"gate/many", "experts/prefill"}
 IN_BLOCKS = {"experts/mixed", "experts/q4_k_m_decode"}
 REPLAYED = [
     pytest.param(
-        target, case, id=f"{target[0]}-{case.id}", marks=() if target[0] == "cpu" or case.id in SHORT else pytest.mark.slow
+        target,
+        case,
+        id=f"{target[0]}-{case.id}",
+        marks=() if target[0] == "cpu" or case.id in SHORT else pytest.mark.slow,
     )
     for target in TARGETS
     for case in cases.CASES
@@ -437,7 +440,8 @@ def test_both_ways_to_look_at_a_call_see_the_same() -> None:
     blocks = torch.zeros(2, 2, 34, dtype=torch.uint8)
     values = [
         (x,), (torch.randn(4, 8),), (torch.nn.Parameter(x, requires_grad=False),), (x.requires_grad_(False), None),
-        (x.bfloat16(),), (x.half(),), (x.double(),), (x.int(),), (x.long(),), (x.t(),), (x[:, :4],), (x[:2],), (x[None],),
+        (x.bfloat16(),), (x.half(),), (x.double(),), (x.int(),), (x.long(),), (x.t(),), (x[:, :4],), (x[:2],),
+        (x[None],),
         (x[:, 1:],), (torch._neg_view(x),), (torch._efficientzerotensor((4, 8)),), (torch.empty(0, 8),),
         (x, 1), (x, True), (x, 1.0), (x, "1"), (x, 2), (x, None), (x, "silu"), (x, moefuse.Activation("silu")),
         (x, ROUTING), (x, Routing(TOP_K)), (x, Routing(TOP_K, scale=2.0)), (x, [1]), (x, object()), (None,), ("x", 1),
@@ -484,7 +488,7 @@ def test_the_instruction_set_is_that_of_the_call() -> None:
 @needs_cpu
 def test_threads_are_those_of_the_call() -> None:
     program = """
-import os, torch, moefuse
+import os, sys, torch, moefuse
 torch.set_num_threads(1)
 made = torch.randn(4, 512), torch.randn(8, 512), torch.randn(8, 512, 512) / 20, torch.randn(8, 512, 256) / 16
 run = lambda: moefuse.moe(*made, moefuse.Routing(top_k=4))
@@ -494,6 +498,7 @@ torch.set_num_threads(4)
 many = run()
 assert len(os.listdir("/proc/self/task")) >= started + 3
 assert all(torch.equal(many, other) for other in one)
+assert "torch._dynamo" not in sys.modules, "seconds of imports"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -536,7 +541,7 @@ def test_a_run_is_recorded_only_where_all_of_it_is_kernels() -> None:
     for refused in (
         lambda t: whole(t + 0),
         lambda t: whole(t[:1]),
-        lambda t: whole(table),
+        lambda _: whole(table),
         lambda t: whole(t)[:1],
         lambda t: whole(t).add_(1),
         lambda t: (whole(t), table),

@@ -17,15 +17,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.recording import NothingElse, Unrecordable
 from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
 #: in a launch's list of arguments, where the stream goes
 _STREAM = object()
+_aten: Any = torch.ops.aten
+#: what a run may do besides launching and taking views
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        torch.ops.prim.device.default,
+    )
+)
+
+
+class _Unrecordable(Exception):
+    """A run does more than launch kernels on its arguments and on buffers."""
 
 
 class Piece(NamedTuple):
@@ -45,6 +61,15 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
     #: the compiled kernel and its compile-time arguments; None in the interpreter
     compiled: tuple[Any, tuple[Any, ...]] | None
+
+
+class _NothingElse(TorchDispatchMode):
+    """Refuses whatever a replay would leave out: a copy, a fill, another library's op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func not in _ALLOCATIONS:
+            raise _Unrecordable(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class _Taker:
@@ -89,7 +114,7 @@ class _Taker:
         return self.buffers[0]
 
     def refuse(self, why: str) -> None:
-        raise Unrecordable(why)
+        raise _Unrecordable(why)
 
     def result(self, t: Tensor) -> tuple[Piece | None, int | None]:
         """The buffer that is returned and an argument just like it, or only the argument that is returned."""
@@ -177,10 +202,10 @@ def _record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callab
         arguments = [None if t is None else next(stand_ins) for t in tensors]
         recording.recorder = taker
         try:
-            with NothingElse(views=True):
+            with _NothingElse():
                 results = run(*arguments)
             return (_Interpreted if INTERPRETED else Replay)(taker, results)
-        except Unrecordable:
+        except _Unrecordable:
             return None
         finally:
             recording.recorder = None
