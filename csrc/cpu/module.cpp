@@ -70,6 +70,7 @@ NB_MODULE(_core, m) {
   m.def("set_isa", &set_isa);
   m.def("shares_openmp", &shares_openmp);
 
+  nb::set_leak_warnings(false);  // recordings are kept until Python ends
   m.def("look", &look, nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
   nb::class_<Recording>(m, "Recording")
       .def(nb::init<nb::tuple>())

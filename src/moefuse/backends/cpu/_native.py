@@ -22,7 +22,7 @@ core: Any = None
 import_error: str | None = None
 try:
     core = importlib.import_module("moefuse.backends.cpu._core")
-    if not hasattr(core, "grouped_linear_transposed"):
+    if not hasattr(core, "Recording"):
         core, import_error = None, "it was built from older sources; install again"
 except ImportError as error:
     import_error = str(error)
