@@ -130,8 +130,8 @@ def test_the_case_table_replayed(target: Target, case: cases.Case, rng: torch.Ge
     for seed in range(3):
         outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed() + seed, gradients=False, **order)
         assert outcome.passed, outcome.describe()
-    copies = case.id == "experts/strided"
-    assert copies or any(record.again is not None for record in replay._RECORDS.values())
+    more = case.id in ("experts/strided", "plan/no_token")  # a copy; Triton fills a plan of nothing
+    assert more or any(record.again is not None for record in replay._RECORDS.values())
 
 
 def test_gate_and_experts_have_recordings_of_their_own(target: Target) -> None:
