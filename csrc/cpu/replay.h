@@ -34,12 +34,14 @@ inline nb::object look(nb::handle op, nb::handle backend, nb::handle values, boo
     }
     PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(value.ptr()));
     if (kind == types.tensor.ptr() || kind == types.parameter.ptr()) {
+      // That torch has no words for a tensor without memory in DLPack takes it milliseconds to say.
+      if (tensors.size() == 0 && attribute<"is_meta">(value).is(Py_True)) return nb::none();
       DLTensor t;
       if (ExchangeTable::of_torch().look(value.ptr(), &t) != 0) {
         PyErr_Clear();  // the checks have words for it
         return nb::none();
       }
-      if (reinterpret_cast<uintptr_t>(t.data) % kAlignment != 0) return nb::none();
+      if ((reinterpret_cast<uintptr_t>(t.data) + t.byte_offset) % kAlignment != 0) return nb::none();
       if (t.data == nullptr && t.nbytes() > 0) return nb::none();  // zeros without memory
       if (call<"is_neg">(value).is(Py_True)) return nb::none();  // a view's sign is no part of its layout
       if (gradients && attribute<"requires_grad">(value).is(Py_True)) return nb::none();
