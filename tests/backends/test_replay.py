@@ -441,7 +441,7 @@ def test_both_ways_to_look_at_a_call_see_the_same() -> None:
     values = [
         (x,), (torch.randn(4, 8),), (torch.nn.Parameter(x, requires_grad=False),), (x.requires_grad_(False), None),
         (x.bfloat16(),), (x.half(),), (x.double(),), (x.int(),), (x.long(),), (x.t(),), (x[:, :4],), (x[:2],),
-        (x[None],),
+        (x[None],), (torch.randn(8, 4).t(),),
         (x[:, 1:],), (torch._neg_view(x),), (torch._efficientzerotensor((4, 8)),), (torch.empty(0, 8),),
         (x, 1), (x, True), (x, 1.0), (x, "1"), (x, 2), (x, None), (x, "silu"), (x, moefuse.Activation("silu")),
         (x, ROUTING), (x, Routing(TOP_K)), (x, Routing(TOP_K, scale=2.0)), (x, [1]), (x, object()), (None,), ("x", 1),
