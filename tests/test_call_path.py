@@ -12,7 +12,7 @@ import torch
 import moefuse
 from moefuse import Routing
 from moefuse.backends.cpu import _native
-from moefuse.ops._core import select
+from moefuse.ops._core import replay, select
 from moefuse.testing.cases import runnable
 
 ROOT = str(Path(moefuse.__file__).parent)
@@ -65,31 +65,40 @@ def layer(device: str) -> Callable[..., Any]:
     return run
 
 
+def seen_from_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of C++, whose entry Python can see."""
+
+    def native(*values: Any) -> Any:
+        return function(*values)
+
+    return native
+
+
 @pytest.mark.skipif(_native.core is None, reason="the native library was not built")
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     core = _native.core
 
     class Core:
-        """The C++ module, whose functions Python can see being entered."""
-
         def __getattr__(self, name: str) -> Any:
             found = getattr(core, name)
-            if name not in ("gate", "experts"):
-                return found
+            return seen_from_python(found) if name in ("gate", "experts") else found
 
-            def native(*values: Any) -> Any:
-                return found(*values)
-
-            return native
-
-    monkeypatch.setattr(_native, "core", Core())
     run = layer("cpu")
-    for most in (9, 5, 5):
-        paths = bodies_to(lambda code: code.co_name == "native", lambda: run("cpu"))
-        assert len(paths) == 2, "the router and the experts"
-        for path in paths:
-            assert path[0] == "moe.moe"
-            assert len(path) <= most, path
+
+    def paths() -> list[list[str]]:
+        return bodies_to(lambda code: code.co_name == "native", lambda: run("cpu"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "core", Core())
+        entered = paths()
+    assert len(entered) == 2, "the router and the experts"
+    assert all(path[0] == "moe.moe" and len(path) <= 9 for path in entered), entered
+    for _ in range(2):
+        run("cpu")
+    (record,) = replay._RECORDS.values()
+    assert record.again is not None
+    record.again = seen_from_python(record.again)
+    assert paths() == [["moe.moe"]], "one step into C++, from the public function itself"
 
 
 @pytest.mark.skipif(not TRITON, reason="no Triton")

@@ -4,18 +4,20 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core.h"
+#include "dlpack.h"
 
 namespace moefuse {
 
-namespace nb = nanobind;
-
-// What the type of a Python value is compared with.
+// What of Python is asked for, once.
 struct PythonTypes {
-  nb::object dtypes[kPlainTypes], int64, quant_tensor;
+  nb::object tensor, parameter, quant_tensor, routing, activation;
+  nb::object empty_like, threads;
 
   static const PythonTypes& get() {
     static const auto* found = new PythonTypes;  // never deleted: Python may be gone by then
@@ -24,11 +26,14 @@ struct PythonTypes {
 
  private:
   PythonTypes() {
-    nb::module_ torch = nb::module_::import_("torch");
-    const char* names[kPlainTypes] = {"float32", "bfloat16", "float16"};  // as in Dtype
-    for (int i = 0; i < kPlainTypes; ++i) dtypes[i] = torch.attr(names[i]);
-    int64 = torch.attr("int64");
-    quant_tensor = nb::module_::import_("moefuse.quant.tensor").attr("QuantTensor");
+    nb::module_ torch = nb::module_::import_("torch"), types = nb::module_::import_("moefuse.types");
+    tensor = torch.attr("Tensor");
+    parameter = torch.attr("nn").attr("Parameter");
+    quant_tensor = types.attr("QuantTensor");
+    routing = types.attr("Routing");
+    activation = types.attr("Activation");
+    empty_like = torch.attr("empty_like");
+    threads = torch.attr("get_num_threads");
   }
 };
 
@@ -40,14 +45,43 @@ struct Name {
   constexpr Name(const char (&name)[N]) { std::copy_n(name, N, text); }
 };
 
-// Reads values, with the GIL held; None leaves a value as it is by default. It owns the copies that it has to make.
+template <Name name>
+PyObject* interned() {
+  static PyObject* found = PyUnicode_InternFromString(name.text);
+  return found;
+}
+
+inline nb::object valid(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+template <Name name>
+nb::object attribute(nb::handle from) {
+  return valid(PyObject_GetAttr(from.ptr(), interned<name>()));
+}
+
+template <Name name>
+nb::object call(nb::handle from) {
+  return valid(PyObject_CallMethodNoArgs(from.ptr(), interned<name>()));
+}
+
+// Where an address was written, and which tensor begins there.
+struct Address {
+  void* field;
+  nb::object tensor;
+};
+
+// Reads values into their place, with the GIL held; None leaves one as it is by default. It owns the copies that it has
+// to make.
 class Reader {
  public:
-  template <class T>
-  T get(nb::handle from) {
-    T to{};
-    read(from, to);
-    return to;
+  std::vector<Address>* addresses = nullptr;  // noted, where somebody asks
+
+  template <class... Args>
+  void read_all(std::tuple<Args...>& to, const std::array<nb::handle, sizeof...(Args)>& from) {
+    size_t i = 0;
+    std::apply([&](Args&... each) { (read(from[i++], each), ...); }, to);
   }
 
  private:
@@ -66,41 +100,51 @@ class Reader {
   template <class Data>
   void read(nb::handle from, Matrix<Data>& to) {
     if (from.is_none()) return;
-    Sizes shape(attribute<"shape">(from));
-    to = {address(from), dtype(from), shape.product(shape.count() - 1), shape[-1]};
+    DLTensor t = look_at(from);
+    Sizes shape{t.shape, t.ndim};
+    point(from, t, to.data);
+    to.dtype = dtype(from, t);
+    to.rows = shape.product(shape.count - 1), to.columns = shape[-1];
   }
 
   void read(nb::handle from, Ids& to) {
-    Sizes shape(attribute<"shape">(from));
-    bool wide = attribute<"dtype">(from).is(types_.int64);
-    to = {address(from), wide, shape.product(shape.count() - 1), shape[-1]};
+    DLTensor t = look_at(from);
+    Sizes shape{t.shape, t.ndim};
+    point(from, t, to.data);
+    to.wide = t.bits == 64;
+    to.rows = shape.product(shape.count - 1), to.columns = shape[-1];
   }
 
   void read(nb::handle from, View& to) {
     if (from.is_none()) return;
-    Sizes shape(attribute<"shape">(from)), strides(call<"stride">(from));
-    to.data = static_cast<char*>(address(from));
-    to.dtype = dtype(from);
+    DLTensor t = look_at(from);
+    Sizes shape{t.shape, t.ndim}, strides{t.strides, t.ndim};
+    point(from, t, to.data);
+    to.dtype = dtype(from, t);
     for (int i = 0; i < 4; ++i) to.sizes[i] = shape[i - 4];
     for (int i = 0; i < 3; ++i) to.strides[i] = strides[i - 4] * (to.dtype == Dtype::f32 ? 4 : 2);
   }
 
   void read(nb::handle from, Mask& to) {
     if (from.is_none()) return;
-    to = {static_cast<const uint8_t*>(address(from)), Sizes(call<"stride">(from))[-2]};
+    DLTensor t = look_at(from);
+    point(from, t, to.data);
+    to.stride = Sizes{t.strides, t.ndim}[-2];
   }
 
   void read(nb::handle from, Indices& to) {
     if (from.is_none()) return;
-    Sizes shape(attribute<"shape">(from));
-    to = {static_cast<int32_t*>(address(from)), shape.product(shape.count())};
+    DLTensor t = look_at(from);
+    point(from, t, to.data);
+    to.size = Sizes{t.shape, t.ndim}.product(t.ndim);
   }
 
   void read(nb::handle from, Weight& to) {
     if (from.is_none()) return;
     bool blocks = valid(PyObject_IsInstance(from.ptr(), types_.quant_tensor.ptr())) == 1;
     nb::object stack = blocks ? attribute<"blocks">(from) : nb::borrow(from);
-    Sizes shape(attribute<"shape">(stack)), strides(call<"stride">(stack));
+    DLTensor t = look_at(stack);
+    Sizes shape{t.shape, t.ndim}, strides{t.strides, t.ndim};
     to.E = shape[-3], to.N = shape[-2], to.K = shape[-1];
     if (blocks) {
       auto format = named<int>(attribute<"format">(from), kFormatNames, "cpu", "format");
@@ -110,14 +154,14 @@ class Reader {
       field<"exact">(from, to.exact);
       to.interleaved = PyUnicode_CompareWithASCIIString(attribute<"arrangement">(from).ptr(), "interleaved") == 0;
     } else {
-      to.type = static_cast<WeightType>(dtype(stack));
+      to.type = static_cast<WeightType>(dtype(stack, t));
     }
     // The transpose of a dense stack, as a backward pass asks for it, is read as it lies.
     bool dense = strides[-1] == 1 || to.K <= 1;
     to.transposed = !dense && strides[-2] == 1;
     if (!dense && !to.transposed) return read(copied(stack), to);
     int64_t bytes = blocks ? 1 : to.dtype() == Dtype::f32 ? 4 : 2;
-    to.data = address(stack);
+    point(stack, t, to.data);
     to.stride_e = strides[-3] * bytes;
     to.stride_n = strides[to.transposed ? -1 : -2] * bytes;
   }
@@ -132,6 +176,7 @@ class Reader {
 
   void read(nb::handle from, Plan& to) {
     if (from.is_none()) return;
+    if (addresses != nullptr) throw nb::value_error("a plan is checked at each call");
     field<"offsets">(from, to.offsets);
     field<"order">(from, to.order);
     field<"inverse">(from, to.inverse);
@@ -247,31 +292,10 @@ class Reader {
     read(attribute<name>(from), to);
   }
 
-  template <Name name>
-  static PyObject* interned() {
-    static PyObject* found = PyUnicode_InternFromString(name.text);
-    return found;
-  }
-
   template <class N>
   static N valid(N number) {
     if (number == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
     return number;
-  }
-
-  static nb::object valid(PyObject* made) {
-    if (made == nullptr) throw nb::python_error();
-    return nb::steal(made);
-  }
-
-  template <Name name>
-  static nb::object attribute(nb::handle from) {
-    return valid(PyObject_GetAttr(from.ptr(), interned<name>()));
-  }
-
-  template <Name name>
-  static nb::object call(nb::handle from) {
-    return valid(PyObject_CallMethodNoArgs(from.ptr(), interned<name>()));
   }
 
   // The place of a name among those that kernels know. One they do not know is refused, as moefuse.backends.codes does.
@@ -289,46 +313,25 @@ class Reader {
     throw nb::python_error();
   }
 
-  Dtype dtype(nb::handle tensor) const {
-    nb::object found = attribute<"dtype">(tensor);
-    for (int i = 0; i < kPlainTypes; ++i) {
-      if (found.is(types_.dtypes[i])) return static_cast<Dtype>(i);
-    }
-    PyErr_Format(PyExc_NotImplementedError, "cpu: no kernels for the dtype %R", found.ptr());
+  static Dtype dtype(nb::handle tensor, const DLTensor& t) {
+    constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
+    if (t.code == kFloat && t.bits == 32) return Dtype::f32;
+    if (t.code == kBfloat && t.bits == 16) return Dtype::bf16;
+    if (t.code == kFloat && t.bits == 16) return Dtype::f16;
+    PyErr_Format(PyExc_NotImplementedError, "cpu: no kernels for the dtype %R", attribute<"dtype">(tensor).ptr());
     throw nb::python_error();
   }
 
-  // torch says 0 of a tensor without elements, which here means that there is no tensor.
-  static void* address(nb::handle tensor) {
-    constexpr size_t kNowhere = 64;
-    size_t found = PyLong_AsSize_t(call<"data_ptr">(tensor).ptr());
-    return reinterpret_cast<void*>(found != 0 ? found : kNowhere);
+  template <class Data>
+  void point(nb::handle tensor, const DLTensor& t, Data*& field) {
+    field = static_cast<Data*>(t.address());
+    if (addresses != nullptr) addresses->push_back({&field, nb::borrow(tensor)});
   }
 
   nb::handle copied(nb::handle tensor) {
     copies_.push_back(call<"contiguous">(tensor));
     return copies_.back();
   }
-
-  // The shape or the strides of a tensor.
-  struct Sizes {
-    nb::object values;
-
-    explicit Sizes(nb::object tuple) : values(std::move(tuple)) {}
-    int64_t count() const { return PyTuple_GET_SIZE(values.ptr()); }
-
-    // Counted from the end; 1 where there is no such dimension.
-    int64_t operator[](int64_t i) const {
-      i += count();
-      return i < 0 ? 1 : PyLong_AsLongLong(PyTuple_GET_ITEM(values.ptr(), i));
-    }
-
-    int64_t product(int64_t n) const {
-      int64_t found = 1;
-      for (int64_t i = 0; i < n; ++i) found *= PyLong_AsLongLong(PyTuple_GET_ITEM(values.ptr(), i));
-      return found;
-    }
-  };
 
   const PythonTypes& types_ = PythonTypes::get();
   std::vector<nb::object> copies_;

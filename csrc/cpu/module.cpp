@@ -4,12 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <iterator>
 #include <tuple>
 #include <type_traits>
 
 #include "core.h"
-#include "from_python.h"
+#include "replay.h"
 #include "runtime/pool.h"
 
 namespace nb = nanobind;
@@ -29,8 +30,11 @@ auto or_none() {
 template <class... Args>
 void def(nb::module_& m, const char* name, void (*op)(Args...)) {
   auto run = [op](Argument<Args>... given) {
+    std::array<nb::handle, sizeof...(Args)> all{given...};
+    if (Recording* recording = Recording::open()) return recording->take(op, all);
+    std::tuple<std::remove_cvref_t<Args>...> arguments{};
     Reader reader;
-    std::tuple<std::remove_cvref_t<Args>...> arguments{reader.get<std::remove_cvref_t<Args>>(given)...};
+    reader.read_all(arguments, all);
     nb::gil_scoped_release released;
     std::apply(op, arguments);
   };
@@ -50,6 +54,7 @@ NB_MODULE(_core, m) {
   // That of torch, which puts its runtime in the global scope and is imported before this module.
   share_openmp(reinterpret_cast<OpenMPParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")));
   PythonTypes::get();
+  ExchangeTable::of_torch();
 
   // The last of each enum has the last name.
   static_assert(kIntegerTypes + kPlainTypes == static_cast<size_t>(WeightType::fp8));
@@ -64,6 +69,16 @@ NB_MODULE(_core, m) {
   m.def("isas", &isas);
   m.def("set_isa", &set_isa);
   m.def("shares_openmp", &shares_openmp);
+
+  nb::set_leak_warnings(false);  // recordings are kept until Python ends
+  m.def("look", &look, nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
+  nb::class_<Recording>(m, "Recording")
+      .def(nb::init<nb::tuple>())
+      .def("open", [](Recording& recording) { Recording::open() = &recording; })
+      .def("close", [](Recording&) { Recording::open() = nullptr; })
+      .def("allocated", &Recording::allocated)
+      .def("finish", &Recording::finish)
+      .def("__call__", &Recording::run);
 
   def(m, "route", route);
   def(m, "route_backward", route_backward);

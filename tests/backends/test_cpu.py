@@ -139,6 +139,38 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert torch.equal(whole[7:8], run_layer(alone))
 
 
+@pytest.mark.parametrize("spec", [None, *cpu._native.FORMATS, *(f"{name}:exact" for name in cpu._native.FORMATS)])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.usefixtures("threads")
+def test_no_bit_depends_on_threads_or_other_rows(dtype: torch.dtype, spec: str | None, rng: torch.Generator) -> None:
+    """Sizes that are worth 16 threads. From the third count on calls are replayed."""
+    T, E, H, I, top_k = 6, 4, 512, 512, 3
+    made = cases.Inputs(rng, dtype)
+    x, ids, weights = made.normal(T, H), made.ids(T, top_k, E), made.shares(T, top_k)
+    gate_up, down, router = made.stack(spec, E, 2 * I, H), made.stack(spec, E, H, I), made.weight(E, H)
+    rule = moefuse.Routing(top_k)
+
+    def run(rows: slice) -> dict[str, torch.Tensor]:
+        some, chosen, shares = x[rows].clone(), ids[rows].clone(), weights[rows].clone()
+        plan = moefuse.plan(chosen, E)
+        return {
+            "experts": moefuse.experts(some, chosen, shares, gate_up, down, backend="cpu"),
+            "moe": moefuse.moe(some, router, gate_up, down, rule, backend="cpu"),
+            "linear": moefuse.linear(some, down[1], backend="cpu"),
+            "grouped_linear": moefuse.grouped_linear(
+                some, gate_up, plan, gather=True, scatter=True, backend="cpu"
+            ).unflatten(0, (-1, top_k)),
+        }
+
+    torch.set_num_threads(1)
+    whole = run(slice(T))
+    for count in (2, 8, 16):
+        torch.set_num_threads(count)
+        for rows in (slice(T), slice(2, 3), slice(1, 5)):
+            for op, got in run(rows).items():
+                assert torch.equal(got, whole[op][rows]), (op, count, rows)
+
+
 def test_several_callers_at_once() -> None:
     made = [layer(9, 8, 128, 64, 2, torch.float32) for _ in range(4)]
     want = [run_layer(one) for one in made]

@@ -100,6 +100,39 @@ def test_the_sign_of_a_view_is_no_part_of_what_is_remembered():
     assert replay.lookup("gate", None, (torch._neg_view(x),)) is None
 
 
+def test_zeros_without_memory_are_zeros():
+    """What torch hands around in place of gradients that are zero; the third call would be replayed."""
+    x, router, rule = torch.randn(2, 8), torch.randn(4, 8), moefuse.Routing(2)
+    for zeros in (torch.zeros(2, 8), *(torch._efficientzerotensor((2, 8)) for _ in range(3))):
+        assert torch.equal(moefuse.glu(zeros, "silu"), torch.zeros(2, 4))
+        assert moefuse.gate(zeros, router, rule)[1].tolist() == [[0, 1], [0, 1]]
+        assert torch.equal(moefuse.linear(zeros, router), torch.zeros(2, 4))
+        moefuse.gate(x, router, rule)
+
+
+def test_results_lie_with_the_tensors_whatever_the_default_device_is():
+    def run():
+        x = torch.ones(2, 8, device="cpu").requires_grad_()
+        stacks = (torch.ones(shape, device="cpu").requires_grad_() for shape in ((4, 8, 8), (4, 8, 4)))
+        router = torch.eye(4, 8, device="cpu")
+        out = moefuse.moe(x, router, *stacks, moefuse.Routing(2))
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        rows = moefuse.linear(moefuse.glu(x.detach(), "silu"), router[:, :4])
+        return (
+            out.detach(),
+            grad,
+            rows,
+            *moefuse.route(x.detach(), moefuse.Routing(2)),
+            moefuse.plan(x.detach().int(), 4).order,
+        )
+
+    want = run()
+    for _ in range(3):
+        with torch.device("meta"):
+            got = run()
+        assert all(map(torch.equal, got, want))
+
+
 T, H, E, I, K = 3, 8, 4, 4, 2
 
 

@@ -59,7 +59,7 @@ class Layer {
         brought_(plan),
         own_(plan, a_.ids, E_),
         order_(own_.plan.order),
-        threads_(worth(threads, T_ * top_k_ * H_ * I_)),
+        threads_(worth(threads, (own_.plan.live() * I_ + T_) * H_)),
         z_rows_(I_, gated_, false, a_.stacks.layout),
         x_{&format_of(a_.stacks.gate_up, a_.x.dtype), nullptr, H_},
         up_x_{&format_of(a_.stacks.up ? a_.stacks.up : a_.stacks.gate_up, a_.x.dtype), nullptr, H_},
@@ -87,7 +87,8 @@ class Layer {
     };
     bool clears = a_.z || brought_;
     int64_t without_expert = clears ? T_ * top_k_ - up_grid_.rows() : 0;
-    run_phases({pack_phase(a_.x, T_, x_), pack_phase(a_.x, packs_twice() ? T_ : 0, up_x_),
+    int64_t packs = up_grid_.tasks() > 0 ? T_ : 0;
+    run_phases({pack_phase(a_.x, packs, x_), pack_phase(a_.x, packs_twice() ? packs : 0, up_x_),
                 {up_grid_.tasks(), up}, {without_expert, clear}, {down_grid_.tasks(), down}, {T_, finish}},
                threads_);
   }

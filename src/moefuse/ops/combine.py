@@ -93,7 +93,7 @@ def check_inverse(inverse: Tensor | None) -> None:
     if inverse is None or inverse.device.type != "cpu" or not has_values(inverse):
         return
     S = inverse.shape[0]
-    seen = torch.zeros(S, dtype=torch.bool)
+    seen = inverse.new_zeros(S, dtype=torch.bool)
     if S and (int(inverse.min()) < 0 or int(inverse.max()) >= S or not seen.index_fill_(0, inverse.long(), True).all()):
         raise ValueError(f"combine: inverse must hold each of 0 to {S - 1} once, got others")
 

@@ -75,23 +75,28 @@ def experts(
     >>> experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), gate_up, down, activation="relu")
     tensor([[ 1., 10.]])
     """
+    call = None
+    if plan is None:
+        # The values of `run_experts` without their bundles, which a recorded call does not need.
+        pair = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+        stacked = (*pair, down, gate_up_bias, down_bias, layout)
+        after = (shared, shared_gate, shared_logit, residual, norm_weight, eps)
+        call = replay.lookup("experts", backend, (x, ids, weights, *stacked, activation, *after, out, normed_out))
+        if call is not None and call.again is not None and out is None and normed_out is None:
+            result: Tensor | tuple[Tensor, Tensor] = call.again(call.tensors)
+            return result
     stacks = stacks_of("experts", gate_up, down, gate_up_bias, down_bias, layout)
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
-    values = (x, ids, weights, *stacks, activation, *tail, out, normed_out)
-    call = replay.lookup("experts", backend, values) if plan is None else None
-    known = call is not None and call.record is not None
-    tensors: dict[str, Tensor | None] = {}
-    if not known or out is not None or normed_out is not None:
-        tensors = {"x": x, "ids": ids, "weights": weights, **stack_tensors(stacks), **tail_tensors(tail)}
-        tensors |= {"out": out, "normed_out": normed_out}
+    tensors = {"x": x, "ids": ids, "weights": weights, **stack_tensors(stacks), **tail_tensors(tail)}
+    tensors |= {"out": out, "normed_out": normed_out}
     rule = check_activation("experts", activation)
-    if not known:
+    if call is None or call.record is None:
         check_stacks("experts", x, stacks, rule)
         check("experts", x, ids, weights, down.shape[0], plan)
         check_tail("experts", tail, x.shape[0], x)
         planned = {} if plan is None else {f"plan.{name}": t for name, t in plan.tensors.items()}
         check_out("experts", tail, x.shape[0], x, {**planned, **tensors})
-    elif tensors:
+    elif out is not None or normed_out is not None:
         check_outputs("experts", tensors)
     if call is not None:
         return replay.run(call, run_experts, backend, x, ids, weights, stacks, rule, tail, out, normed_out)

@@ -53,7 +53,7 @@ def experts_backward_reference(
 ) -> _Seven:
     """For the gradient ``d`` of the weighted sum. ``reuse_z``: z is not needed after this, so its memory may serve as
     scratch."""
-    found = dict.fromkeys(Wanted._fields, torch.empty(0))
+    found = dict.fromkeys(Wanted._fields, d.new_empty(0))
     (T, top_k), E = weights.shape, plan.num_experts
     order, layout = plan.order.long(), stacks.layout
     positions = torch.arange(plan.assignments, device=d.device, dtype=plan.offsets.dtype)

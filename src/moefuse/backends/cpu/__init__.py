@@ -8,6 +8,7 @@ import torch
 
 from moefuse import backends, config
 from moefuse.backends.cpu import _native
+from moefuse.backends.cpu.replay import record as record
 
 OPS = backends.functions_in(__name__)
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))

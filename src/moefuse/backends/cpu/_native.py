@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ core: Any = None
 import_error: str | None = None
 try:
     core = importlib.import_module("moefuse.backends.cpu._core")
-    if not hasattr(core, "grouped_linear_transposed"):
+    if not hasattr(core, "Recording"):
         core, import_error = None, "it was built from older sources; install again"
 except ImportError as error:
     import_error = str(error)
@@ -32,11 +33,12 @@ Codes("cpu", "activation", getattr(core, "ACTIVATIONS", ()), ACTIVATION_KINDS)
 Codes("cpu", "score", getattr(core, "SCORES", ()), SCORES)
 
 threads = torch.get_num_threads
+empty = functools.partial(torch.empty, device="cpu")  # whatever the default device is
 
 
 def like(t: Weight | None, wanted: bool = True) -> Tensor | None:
     """Room for the gradient of ``t``, dense; None where there is none to write, as for blocks."""
-    return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
+    return empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and wanted else None
 
 
 def readable(weight: Weight) -> Weight:
@@ -54,4 +56,4 @@ def all_readable(weights: Weights) -> Weights:
 
 def or_empty(gradients: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     """Gradients as an op returns them: an empty tensor where there is none."""
-    return tuple(torch.empty(0) if t is None else t for t in gradients)
+    return tuple(empty(0) if t is None else t for t in gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
@@ -12,6 +11,6 @@ from moefuse.types import Cache
 def attend(
     q: Tensor, cache: Cache, mask: Tensor | None, sinks: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
-    out = torch.empty((*q.shape[:2], cache.values.shape[3]), dtype=q.dtype)
+    out = _native.empty((*q.shape[:2], cache.values.shape[3]), dtype=q.dtype)
     _native.core.attend(q, cache, mask, sinks, scale, window or 0, out, _native.threads())
     return out

@@ -32,7 +32,7 @@ def combine_backward(
     total = None
     if d_normed is not None:
         d_out = d_out.float()
-        total = torch.empty((weights.shape[0], y.shape[1]), dtype=torch.float32)
+        total = _native.empty((weights.shape[0], y.shape[1]), dtype=torch.float32)
         combine(y, weights, inverse, tail._replace(norm_weight=None), Outputs(total))
     d_sum, d_shared, d_shared_gate, d_shared_logit, d_norm_weight = tail_backward(d_out, d_normed, total, tail)
     d = d_out if d_normed is None else d_sum

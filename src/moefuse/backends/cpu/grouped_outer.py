@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
@@ -10,6 +9,6 @@ from moefuse.types import Plan
 
 
 def grouped_outer(grad: Tensor, x: Tensor, plan: Plan, gather: bool, scatter: bool) -> Tensor:
-    out = torch.empty((plan.num_experts, grad.shape[1], x.shape[1]), dtype=grad.dtype)
+    out = _native.empty((plan.num_experts, grad.shape[1], x.shape[1]), dtype=grad.dtype)
     _native.core.grouped_outer(grad, x, plan, gather, scatter, out, _native.threads())
     return out

@@ -14,7 +14,7 @@ _PLAIN_ROWS = 64
 
 
 def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tensor:
-    out = torch.empty((x.shape[0], projections.stops[-1]), dtype=x.dtype)
+    out = _native.empty((x.shape[0], projections.stops[-1]), dtype=x.dtype)
     if x.shape[0] >= _PLAIN_ROWS and x.dtype == torch.float32 and not any(projections.specs):
         for (weight, bias), stop in zip(projections.pairs, projections.stops, strict=True):
             assert isinstance(weight, Tensor)

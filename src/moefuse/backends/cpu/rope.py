@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moefuse.backends.cpu import _native
@@ -10,7 +9,7 @@ from moefuse.types import Cache, Rotary
 
 
 def rope(q: Tensor, k: Tensor, v: Tensor | None, rotary: Rotary, cache: Cache | None) -> tuple[Tensor, Tensor]:
-    turned_q = torch.empty(q.shape, dtype=q.dtype)
-    turned_k = torch.empty(k.shape if cache is None else 0, dtype=k.dtype)
+    turned_q = _native.empty(q.shape, dtype=q.dtype)
+    turned_k = _native.empty(k.shape if cache is None else 0, dtype=k.dtype)
     _native.core.rope(q, k, v, rotary, cache, turned_q, turned_k, _native.threads())
     return turned_q, turned_k

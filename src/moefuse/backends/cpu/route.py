@@ -13,7 +13,7 @@ def route(
     logits: Tensor, bias: Tensor | None, per_expert_scale: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
     T = logits.shape[0]
-    weights = torch.empty((T, routing.top_k), dtype=torch.float32)
-    ids = torch.empty((T, routing.top_k), dtype=torch.int32)
+    weights = _native.empty((T, routing.top_k), dtype=torch.float32)
+    ids = _native.empty((T, routing.top_k), dtype=torch.int32)
     _native.core.route(logits, bias, per_expert_scale, routing, weights, ids, _native.threads())
     return weights, ids

@@ -3,7 +3,8 @@
 * Every tensor is dense (row-major, no gaps, no overlap of its own elements), but a stack of expert weights
   ``[E, N, K]``: there the rows or the columns of a matrix are dense, and the other two strides are any. So are those of
   heads and caches, in `rope` and `attend`, but for the last dimension, which is dense.
-* Every tensor holds the numbers it shows: no negative bit. Conjugate bits belong to complex numbers, which no op takes.
+* Every tensor holds the numbers it shows: no negative bit, no zeros without memory. Conjugate bits belong to complex
+  numbers, which no op takes.
 * A tensor begins at a multiple of its element size; nothing wider may be assumed.
 * Inputs may overlap each other. An output may be ``x``, ``shared`` or ``residual`` itself, element for element, and
   overlaps nothing else: a backend reads all of x before it writes, and an element of the others before it writes there.
@@ -38,21 +39,21 @@ _REPLACEABLE = ("x", "shared", "residual")
 
 def is_settled(t: Tensor, stack: bool) -> bool:
     """Whether a backend may be given ``t`` as it is; ``stack``: three dimensions are those of expert weights."""
-    if t.is_neg():
+    if t.is_neg() or t._is_zerotensor():
         return False
     return t.is_contiguous() or (stack and t.dim() == 3 and 1 in t.stride()[1:] and 0 not in t.stride()[1:])
 
 
 def has_dense_rows(t: Tensor) -> bool:
     """Whether the last dimension of ``t`` is dense and holds the numbers it shows."""
-    return not t.is_neg() and (t.dim() == 0 or t.stride(-1) == 1 or t.shape[-1] <= 1)
+    return not t.is_neg() and not t._is_zerotensor() and (t.dim() == 0 or t.stride(-1) == 1 or t.shape[-1] <= 1)
 
 
 def settle(t: Tensor, stack: bool, heads: bool = False) -> Tensor:
     """``t``, or a copy that a backend may be given; ``heads``: dense rows will do."""
     if has_dense_rows(t) if heads else is_settled(t, stack):
         return t
-    return t.resolve_neg().contiguous()
+    return (t.clone() if t._is_zerotensor() else t.resolve_neg()).contiguous()
 
 
 def _all_settled(value: object, stack: bool, heads: bool = False) -> Any:

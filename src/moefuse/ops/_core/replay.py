@@ -7,15 +7,14 @@ addresses: a record is kept per such key, and layers of equal shape share one. N
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefuse import backends, config
+from moefuse.backends.cpu import _native
 from moefuse.ops._core import select
 from moefuse.ops._core.library import PLAIN, unwatched
 from moefuse.ops._core.memory import DENSE, is_settled
@@ -39,106 +38,81 @@ class Record:
     __slots__ = ("again", "tried")
 
     def __init__(self) -> None:
-        self.again: Callable[[Sequence[Tensor], Sequence[int]], Any] | None = None
+        self.again: Callable[[tuple[Tensor, ...]], Any] | None = None
         self.tried = False
 
 
-class Sort:
-    """Where among the values of a call its tensors stand and where its options, by the types of all. An option's type
-    counts: True is not 1.0 to a check."""
-
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        dense = [kind in DENSE for kind in kinds]
-        self.tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]] = _picker(dense, True)
-        self.options: Callable[[Sequence[Any]], tuple[Any, ...]] = _picker(dense, False)
-
-
-def _picker(dense: list[bool], wanted: bool) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    places = [place for place, is_dense in enumerate(dense) if is_dense == wanted]
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
-
-
-_SORTS: dict[tuple[type, ...], Sort] = {}
-
-
-def _sort(kinds: tuple[type, ...]) -> Sort | None:
-    """None where there is no tensor, or something that a key cannot hold."""
-    if not _PLAIN.issuperset(kinds) or DENSE.isdisjoint(kinds):
-        return None
-    return _SORTS.setdefault(kinds, Sort(kinds))
-
-
-class Key(NamedTuple):
-    """All that checks and kernels look at."""
-
-    op: str
-    backend: str | None
-    sort: Sort
-    options: tuple[Any, ...]
-    #: element type, device, shape and strides of each tensor
-    layouts: tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
-
-
+#: all that checks and kernels look at: op, backend, the layouts of tensors and types of all values, and the options
+Key = tuple[str, str | None, object, tuple[Any, ...]]
 _RECORDS: dict[Key, Record] = {}
 select.FORGET.append(_RECORDS.clear)
 
 
 class Call(NamedTuple):
-    """A call that may be repeated: its key, what is known of that, its tensors and where they begin."""
+    """A call that may be repeated: its key, what is known of that, and its tensors."""
 
     key: Key
     record: Record | None
     tensors: tuple[Tensor, ...]
-    addresses: list[int]
 
     @property
-    def again(self) -> Callable[[Sequence[Tensor], Sequence[int]], Any] | None:
+    def again(self) -> Callable[[tuple[Tensor, ...]], Any] | None:
         """The recording, where there is one."""
         return None if self.record is None else self.record.again
 
 
-def lookup(op: str, backend: str | None, values: Sequence[Any]) -> Call | None:
+def _look(
+    op: str, backend: str | None, values: tuple[Any, ...], gradients: bool
+) -> tuple[Key, tuple[Tensor, ...]] | None:
+    """Key and tensors of a call. None where a value is not plain, or a tensor lies strangely or, with ``gradients``,
+    requires one. For installs without the C++ kernels, whose ``look`` takes a tenth of the time.
+    """
+    layouts: list[Any] = []
+    options: list[Any] = []
+    tensors: list[Tensor] = []
+    for given in values:
+        value = given
+        layouts.append(type(value))  # True is not 1.0 to a check
+        if type(value) is QuantTensor:
+            options.append(value.spec)
+            value = value.blocks
+        if type(value) not in DENSE:
+            options.append(value)
+            continue
+        try:
+            begin = value.data_ptr()
+            odd = begin % _ALIGNMENT or (begin == 0 and value.nbytes)
+            layouts.append((value.dtype, value.device, value.shape, value.stride()))
+        except RuntimeError:  # without memory or strides: the checks have words for it
+            return None
+        if odd or value.is_neg() or (gradients and value.requires_grad):  # a view's sign is no part of its layout
+            return None
+        tensors.append(value)
+    if not tensors or not _PLAIN.issuperset(map(type, options)):
+        return None
+    return (op, backend, tuple(layouts), tuple(options)), tuple(tensors)
+
+
+_CORE = _native.core
+look: Callable[..., Any] = getattr(_CORE, "look", _look)
+
+
+def lookup(op: str, backend: str | None, values: tuple[Any, ...]) -> Call | None:
     """What is known of a call with these options and tensors; None where it must take the long way: traced,
     differentiated, or with tensors that are not plain or lie strangely."""
-    if not unwatched():
+    if _native.core is not _CORE or not unwatched():  # a tape stands for the kernels, and takes each call down itself
         return None
-    kinds = tuple(map(type, values))
-    if QuantTensor in kinds:
-        values = _apart(values, kinds)
-        kinds = tuple(map(type, values))
-    sort = _SORTS.get(kinds) or _sort(kinds)
-    if sort is None:
+    looked = look(op, backend, values, torch.is_grad_enabled())
+    if looked is None:
         return None
-    tensors = sort.tensors(values)
-    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
-        return None
-    if True in [t.is_neg() for t in tensors]:  # a view's sign is no part of its layout
-        return None
+    key, tensors = looked
     try:
-        addresses = [t.data_ptr() for t in tensors]
-        layouts = tuple([(t.dtype, t.device, t.shape, t.stride()) for t in tensors])
-        key = Key(op, backend, sort, sort.options(values), layouts)
         record = _RECORDS.get(key)
-    except (RuntimeError, TypeError):  # without strides or a hash: the checks have words for it
-        return None
-    if functools.reduce(operator.or_, addresses) % _ALIGNMENT:
+    except TypeError:  # a backend without a hash: the checks have words for it
         return None
     if record is None and (len({t.device for t in tensors}) > 1 or not all(is_settled(t, True) for t in tensors)):
         return None
-    return Call(key, record, tensors, addresses)
-
-
-def _apart(values: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
-    """The values, with the spec and the bytes of blocks in their place. A loop over all values costs 3 us."""
-    apart = list(values)
-    place = -1
-    for moved in range(kinds.count(QuantTensor)):
-        place = kinds.index(QuantTensor, place + 1)
-        weight = values[place]
-        apart[place + moved : place + moved + 1] = (weight.spec, weight.blocks)
-    return apart
+    return Call(key, record, tensors)
 
 
 def run(call: Call, function: Callable[P, R], *values: P.args, **named: P.kwargs) -> R:
@@ -158,14 +132,15 @@ def run(call: Call, function: Callable[P, R], *values: P.args, **named: P.kwargs
         record.again = _recorded(call, function, values)
     if record.again is None:
         return function(*values, **named)
-    again: R = record.again(call.tensors, call.addresses)
+    again: R = record.again(call.tensors)
     return again
 
 
 def _recorded(
     call: Call, function: Callable[..., Any], values: tuple[Any, ...]
-) -> Callable[[Sequence[Tensor], Sequence[int]], Any] | None:
-    name = call.key.backend or config.backend()
+) -> Callable[[tuple[Tensor, ...]], Any] | None:
+    _, backend, *_ = call.key
+    name = backend or config.backend()
     device = next(iter(call.tensors)).device.type
     row = next((row for row in backends.BACKENDS if row.name == name or (name is None and device in row.devices)), None)
     recorder = None if row is None or row.missing() is not None else getattr(row.load(), "record", None)
@@ -180,5 +155,5 @@ def _recorded(
         others = iter(tensors)
         return function(*signature.rebuild([next(others) if isinstance(value, Tensor) else value for value in flat]))
 
-    made: Callable[[Sequence[Tensor], Sequence[int]], Any] | None = recorder(on, call.tensors)
+    made: Callable[[tuple[Tensor, ...]], Any] | None = recorder(on, call.tensors)
     return made

@@ -140,8 +140,8 @@ def record(run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callabl
     """A function that does what ``run(*tensors)`` does, on tensors laid out like these; None where that is more than
     to launch kernels.
 
-    It takes the tensors that are not None, and their addresses. All are on one device, and begin at multiples of 16
-    bytes. ``run`` returns tensors, in a tuple or alone, or None among them.
+    It takes the tensors that are not None. All are on one device, and begin at multiples of 16 bytes. ``run`` returns
+    tensors, in a tuple or alone, or None among them.
     """
     device = next(t for t in tensors if t is not None).device
     return None if why_not(device) is not None else _record(run, tensors)
@@ -186,7 +186,7 @@ def _probe(device: torch.device) -> str | None:
             replay = _record(run, [first])
             if replay is None:
                 return "a run of two launches could not be taken down"
-            if torch.equal(replay([second], [second.data_ptr()]), 4 * second + 5):
+            if torch.equal(replay([second]), 4 * second + 5):
                 return None
     except Exception as error:  # whatever this Triton objects to, ordinary launches serve
         return f"this Triton's launcher is another ({type(error).__name__}: {error})"
@@ -256,7 +256,7 @@ class _Interpreted(_Layout):
         super().__init__(taker, results)
         self.launches = taker.launches
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:  # noqa: ARG002
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         fresh, returned = self.allocate(tensors)
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
         counters = counters_at(self.device, 0, scratch.data_ptr(), self.counted)
@@ -331,11 +331,11 @@ class Replay(_Layout):
             self.launches.append((run, operator.itemgetter(*picks), compiled[grid], own))
         self.empty: Tensor | None = None
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         device = self.device
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(tensors, addresses)
+                return self(tensors)
         if self.empty is None:
             self.empty = torch.empty(0, dtype=torch.uint8, device=device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -344,7 +344,7 @@ class Replay(_Layout):
         scratch = self.empty.new_empty(self.scratch)
         begin = scratch.data_ptr()
         counters = counters_at(device, stream, begin, self.counted) if self.counted else scratch
-        bases = [counters.data_ptr(), *addresses, *[t.data_ptr() for t in fresh], begin]
+        bases = [counters.data_ptr(), *[t.data_ptr() for t in (*tensors, *fresh)], begin]
         values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:

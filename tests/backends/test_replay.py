@@ -3,6 +3,9 @@
 import contextlib
 import ctypes
 import gc
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,14 +15,17 @@ import torch
 from torch import Tensor
 
 import moefuse
-from moefuse import Routing
+from moefuse import QuantTensor, Routing, backends
 from moefuse.ops._core import replay, select
 from moefuse.quant.arrange import PLANES
 from moefuse.testing import cases
 from moefuse.testing.compare import difference
 from moefuse.testing.poison import poisoned
 
-TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
+Target = tuple[str, str]
+#: backends that replay, each with a device
+TARGETS = [target for target in cases.runnable(emulated=True) if target[0] in ("cpu", "triton")]
+INTERPRETED = ("triton", "cpu")
 E, H, I, TOP_K = 5, 48, 24, 2
 ROUTING = Routing(top_k=TOP_K)
 
@@ -31,16 +37,16 @@ def _fresh() -> Iterator[None]:
     select.forget()
 
 
-@pytest.fixture(params=TARGETS, ids=lambda target: target[1])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param[1]
+@pytest.fixture(params=TARGETS, ids="-".join)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
 
 
 class Block:
     """One layer's weights and a call of it."""
 
-    def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, target: Target, dtype: torch.dtype = torch.float32) -> None:
+        (self.backend, self.device), self.dtype = target, dtype
         self.router = self.random(E, H, scale=H**-0.5)
         self.gate_up = self.random(E, 2 * I, H, scale=H**-0.5)
         self.down = self.random(E, H, I, scale=I**-0.5)
@@ -49,7 +55,7 @@ class Block:
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape) * scale).to(self.device, self.dtype)
 
-    def __call__(self, x: Tensor, residual: Tensor, backend: str = "triton", **changes: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor, backend: str = "", **changes: Any) -> tuple[Tensor, Tensor]:
         def cast(t: Any) -> Any:
             return t.double() if backend == "reference" and isinstance(t, Tensor) else t
 
@@ -60,7 +66,7 @@ class Block:
             cast(self.gate_up),
             cast(self.down),
             ROUTING,
-            backend=backend,
+            backend=backend or self.backend,
             **{name: cast(value) for name, value in options.items()},
         )
 
@@ -76,17 +82,17 @@ class Block:
 
 def recordings(of_blocks: bool = True) -> int:
     """How many there are of whole blocks, or of parts of one: gate and experts."""
-    return sum(record.again is not None and of_blocks == (key.op == "moe") for key, record in replay._RECORDS.items())
+    return sum(record.again is not None and of_blocks == (op == "moe") for (op, *_), record in replay._RECORDS.items())
 
 
 @pytest.mark.parametrize("T", [1, 2, 6])
-def test_a_replay_has_the_bits_of_the_first_call(T: int, device: str) -> None:
+def test_a_replay_has_the_bits_of_the_first_call(T: int, target: Target) -> None:
     """Other tokens and another layer of the same shape share the recording; T of 6 goes through plan and products."""
-    first = Block(device)
+    first = Block(target)
     for _ in range(2):
         first.check(first.random(T, H), first.random(T, H))
     assert recordings() == 1
-    other = Block(device)
+    other = Block(target)
     x, residual = other.random(T, H), other.random(T, H)
     other.check(x, residual)
     assert recordings() == 1
@@ -98,46 +104,54 @@ def test_a_replay_has_the_bits_of_the_first_call(T: int, device: str) -> None:
     assert all(torch.equal(have, want) for have, want in zip(replayed, plain, strict=True))
 
 
-#: of the calls of the case table, what the short run replays; and what takes the interpreter minutes
+#: of the calls of the case table, what the short run replays in the interpreter; and what takes that minutes
 SHORT = {"gate/one_token", "gate/gemma4", "experts/decode", "experts/single", "experts/apart"}
 LONG = {"gate/many", "experts/prefill"}
 IN_BLOCKS = {"experts/mixed", "experts/q4_k_m_decode"}
 REPLAYED = [
-    pytest.param(case, id=case.id, marks=() if case.id in SHORT else pytest.mark.slow)
+    pytest.param(
+        target,
+        case,
+        id=f"{target[0]}-{case.id}",
+        marks=() if target[0] == "cpu" or case.id in SHORT else pytest.mark.slow,
+    )
+    for target in TARGETS
     for case in cases.CASES
-    if case.op in ("gate", "experts", "moe") and case.id not in LONG and (not case.specs or case.id in IN_BLOCKS)
+    if case.op in ("gate", "experts", "moe", "route", "plan")
+    and (target[0] == "cpu" or (case.id not in LONG and (not case.specs or case.id in IN_BLOCKS)))
 ]
 
 
-@pytest.mark.parametrize("case", REPLAYED)
-def test_the_case_table_replayed(case: cases.Case, device: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("target", "case"), REPLAYED)
+def test_the_case_table_replayed(target: Target, case: cases.Case, rng: torch.Generator) -> None:
     """Three calls with other numbers: one that is checked, one that is recorded and one that is only replayed."""
-    given = {"gradients": False, "arrangement": PLANES}  # as blocks lie on a card
+    backend, device = target
+    order = {"arrangement": PLANES} if backend == "triton" else {}  # as blocks lie on a card
     for seed in range(3):
-        outcome = cases.run(case, torch.float32, "triton", device, rng.initial_seed() + seed, **given)
+        outcome = cases.run(case, torch.float32, backend, device, rng.initial_seed() + seed, gradients=False, **order)
         assert outcome.passed, outcome.describe()
-    copies = case.id == "experts/strided"
-    assert copies or any(record.again is not None for record in replay._RECORDS.values())
+    more = case.id in ("experts/strided", "plan/no_token")  # a copy; Triton fills a plan of nothing
+    assert more or any(record.again is not None for record in replay._RECORDS.values())
 
 
-def test_gate_and_experts_have_recordings_of_their_own(device: str) -> None:
-    block = Block(device)
+def test_gate_and_experts_have_recordings_of_their_own(target: Target) -> None:
+    block = Block(target)
     for _ in range(3):
         x = block.random(2, H)
         weights, ids, normed = moefuse.gate(
-            x, block.router, ROUTING, norm_weight=block.norm, return_normed=True, backend="triton"
+            x, block.router, ROUTING, norm_weight=block.norm, return_normed=True, backend=block.backend
         )
-        plain = moefuse.gate(normed, block.router, ROUTING, return_normed=True, backend="triton")
+        plain = moefuse.gate(normed, block.router, ROUTING, return_normed=True, backend=block.backend)
         assert plain[2] is normed
-        got = moefuse.experts(normed, ids, weights, block.gate_up, block.down, residual=x, backend="triton")
+        got = moefuse.experts(normed, ids, weights, block.gate_up, block.down, residual=x, backend=block.backend)
         want = block(x, x, "reference", next_norm_weight=None)
         assert torch.equal(plain[1], ids)
         assert difference(got, want).worst < 2e-6
     assert recordings(of_blocks=False) == 3
 
 
-def test_outputs_may_be_given_and_may_be_the_residual(device: str) -> None:
-    block = Block(device)
+def test_outputs_may_be_given_and_may_be_the_residual(target: Target) -> None:
+    block = Block(target)
     for _ in range(3):
         x, residual = block.random(1, H), block.random(1, H)
         want = block(x, residual, "reference")
@@ -150,8 +164,8 @@ def test_outputs_may_be_given_and_may_be_the_residual(device: str) -> None:
     assert recordings() == 1
 
 
-def test_whatever_changes_makes_another_call(device: str) -> None:
-    block = Block(device)
+def test_whatever_changes_makes_another_call(target: Target) -> None:
+    block = Block(target)
     for _ in range(2):
         block.check(block.random(1, H), block.random(1, H))
     wide = block.random(1, 2 * H)
@@ -161,7 +175,7 @@ def test_whatever_changes_makes_another_call(device: str) -> None:
     block.check(block.random(1, H), block.random(1, H), activation="relu")
     block.check(block.random(1, H), block.random(1, H), shared=block.random(1, H))
     block.check(block.random(2, H), block.random(2, H))
-    half = Block(device, torch.float16)
+    half = Block(target, torch.float16)
     half.check(half.random(1, H), half.random(1, H))
     block.check(wide[:, ::2], block.random(1, H))
     block.check(wide[:, 1::2], block.random(1, H))
@@ -169,9 +183,9 @@ def test_whatever_changes_makes_another_call(device: str) -> None:
     assert recordings() == 1
 
 
-def test_weights_changed_in_place_are_seen(device: str) -> None:
+def test_weights_changed_in_place_are_seen(target: Target) -> None:
     """Other numbers, another memory, and other strides on the same memory."""
-    block = Block(device)
+    block = Block(target)
     block.gate_up = torch.nn.Parameter(block.gate_up, requires_grad=False)
     x, residual = block.random(1, H), block.random(1, H)
     for _ in range(2):
@@ -186,16 +200,16 @@ def test_weights_changed_in_place_are_seen(device: str) -> None:
     block.check(x, residual)
 
 
-def test_a_run_that_copies_is_not_recorded(device: str) -> None:
+def test_a_run_that_copies_is_not_recorded(target: Target) -> None:
     """A residual that lies apart is made contiguous first, which launches alone would leave out."""
-    block = Block(device)
+    block = Block(target)
     for _ in range(3):
         block.check(block.random(2, H), block.random(H, 2).mT)
     assert recordings() == 0
 
 
-def test_mistakes_are_refused_every_time(device: str) -> None:
-    block = Block(device)
+def test_mistakes_are_refused_every_time(target: Target) -> None:
+    block = Block(target)
     x = block.random(1, H)
     for _ in range(3):
         block.check(x, x)
@@ -209,10 +223,10 @@ def test_mistakes_are_refused_every_time(device: str) -> None:
             block(None, x)
 
 
-def test_gradients_and_fake_tensors_are_seen(device: str) -> None:
+def test_gradients_and_fake_tensors_are_seen(target: Target) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    block = Block(device)
+    block = Block(target)
     for _ in range(2):
         block.check(block.random(1, H), block.random(1, H))
     x = block.random(1, H).requires_grad_()
@@ -223,9 +237,9 @@ def test_gradients_and_fake_tensors_are_seen(device: str) -> None:
     assert type(out).__name__ == "FakeTensor"
 
 
-def test_records_are_bounded_and_keep_no_weights(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_bounded_and_keep_no_weights(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST", 6)
-    block = Block(device)
+    block = Block(target)
     for T in (1, 2, 3, 4):
         for _ in range(2):
             block.check(block.random(T, H), block.random(T, H))
@@ -268,7 +282,7 @@ def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Recordings as on a GPU, by addresses. Lists the stream and the pointers of each launch."""
-    if TARGETS != [("triton", "cpu")]:
+    if INTERPRETED not in TARGETS:
         pytest.skip("a GPU is here: every test above replays by addresses")
     from moefuse.backends.triton.runtime import launch
     from moefuse.backends.triton.runtime import replay as launches
@@ -290,7 +304,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("T", [1, 2, 6])
 def test_a_replay_by_addresses(T: int, launched: list[Any]) -> None:
-    block = Block("cpu")
+    block = Block(INTERPRETED)
     for _ in range(4):
         block.check(block.random(T, H), block.random(T, H))
     assert len(launched) == 3 * (3 if T < 6 else 5)
@@ -300,7 +314,7 @@ def test_a_replay_by_addresses(T: int, launched: list[Any]) -> None:
 @pytest.mark.usefixtures("launched")
 def test_a_view_of_a_stack_begins_inside_it() -> None:
     """Gate and up rows of one stack, in both layouts, and experts whose stack is a slice of a larger one."""
-    block = Block("cpu")
+    block = Block(INTERPRETED)
     for layout in ("halves", "interleaved"):
         for _ in range(3):
             block.check(block.random(1, H), block.random(1, H), layout=layout)
@@ -312,7 +326,7 @@ def test_a_view_of_a_stack_begins_inside_it() -> None:
 
 def test_a_tensor_at_an_odd_address_takes_the_long_way(launched: list[Any]) -> None:
     """Kernels are compiled for addresses that are multiples of 16, or for any."""
-    block = Block("cpu")
+    block = Block(INTERPRETED)
     for _ in range(2):
         block.check(block.random(1, H), block.random(1, H))
     odd = block.random(1 + H)[1:].view(1, H)
@@ -326,7 +340,7 @@ def test_a_replay_counts_where_no_other_counts(launched: list[Any], monkeypatch:
     from moefuse.backends.triton.runtime import replay as launches
     from moefuse.backends.triton.runtime.launch import counters_at
 
-    block, asked = Block("cpu"), []
+    block, asked = Block(INTERPRETED), []
     x = block.random(1, H)
 
     def watched(device: torch.device, stream: int, scratch: int, count: int) -> Tensor:
@@ -348,7 +362,7 @@ def test_a_replay_counts_where_no_other_counts(launched: list[Any], monkeypatch:
 
 
 def test_another_device_is_made_current(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    block, entered = Block("cpu"), []
+    block, entered = Block(INTERPRETED), []
 
     @contextlib.contextmanager
     def device(which: torch.device) -> Iterator[None]:
@@ -369,7 +383,7 @@ def test_another_device_is_made_current(launched: list[Any], monkeypatch: pytest
 def test_profilers_see_replayed_launches(launched: list[Any]) -> None:
     import triton
 
-    block = Block("cpu")
+    block = Block(INTERPRETED)
     hook = lambda _: None  # noqa: E731
     for _ in range(2):
         block.check(block.random(1, H), block.random(1, H))
@@ -385,8 +399,153 @@ def test_a_kernel_that_was_never_compiled_is_not_replayed(launched: list[Any], m
     from moefuse.backends.triton.runtime import replay as launches
 
     monkeypatch.setattr(launches, "compiled_for", lambda *_: None)
-    block = Block("cpu")
+    block = Block(INTERPRETED)
     for _ in range(3):
         block.check(block.random(1, H), block.random(1, H))
     assert recordings() == 0
     assert not launched
+
+
+CPU = ("cpu", "cpu")
+needs_cpu = pytest.mark.skipif(CPU not in TARGETS, reason="the native library was not built")
+
+
+@pytest.mark.parametrize("op", ["route", "plan"])
+def test_parts_of_routing_are_replayed_into_memory_of_their_own(op: str, target: Target) -> None:
+    backend, device = target
+
+    def run(logits: Tensor, by: str = backend) -> tuple[Tensor, ...]:
+        if op == "route":
+            return moefuse.route(logits, ROUTING, backend=by)
+        return tuple(moefuse.plan(logits.argsort(-1)[:, :2].int() - 1, E, backend=by).tensors.values())
+
+    kept = []
+    for _ in range(4):
+        logits = torch.randn(3, E, device=device)
+        with poisoned():
+            got = run(logits)
+        want = run(logits.double() if op == "route" else logits, "reference")
+        assert all(difference(have, goal).worst < 1e-6 for have, goal in zip(got, want, strict=True))
+        kept += [(t, t.clone()) for t in got]
+    assert all(torch.equal(t, before) for t, before in kept)
+    assert len({t.data_ptr() for t, _ in kept}) == len(kept)
+
+
+@needs_cpu
+def test_both_ways_to_look_at_a_call_see_the_same() -> None:
+    """Which calls have a key, and which of them share one: in C++ as in Python."""
+    x = torch.randn(4, 8)
+    wrapped: list[Tensor] = []
+    torch.func.vmap(lambda t: wrapped.append(t) or t)(x)
+    blocks = torch.zeros(2, 2, 34, dtype=torch.uint8)
+    values = [
+        (x,), (torch.randn(4, 8),), (torch.nn.Parameter(x, requires_grad=False),), (x.requires_grad_(False), None),
+        (x.bfloat16(),), (x.half(),), (x.double(),), (x.int(),), (x.long(),), (x.t(),), (x[:, :4],), (x[:2],),
+        (x[None],), (torch.randn(8, 4).t(),),
+        (x[:, 1:],), (torch._neg_view(x),), (torch._efficientzerotensor((4, 8)),), (torch.empty(0, 8),),
+        (x, 1), (x, True), (x, 1.0), (x, "1"), (x, 2), (x, None), (x, "silu"), (x, moefuse.Activation("silu")),
+        (x, ROUTING), (x, Routing(TOP_K)), (x, Routing(TOP_K, scale=2.0)), (x, [1]), (x, object()), (None,), ("x", 1),
+        (QuantTensor(blocks, "Q8_0"),), (QuantTensor(blocks, "Q8_0", True),), (QuantTensor(blocks[:1], "Q8_0"),),
+        (QuantTensor(torch.zeros(2, 2, 36, dtype=torch.uint8), "Q4_0"),), (blocks,), (x, x), (x, None, x), (None, x, x),
+        (torch.randn(4, 8, requires_grad=True),), (x.to_sparse(),), (x.to("meta"),), (wrapped[0],),
+        (torch.empty(4, 8).as_subclass(type("Mine", (Tensor,), {})),),
+    ]  # fmt: skip
+    for gradients in (False, True):
+        native, plain = (
+            [way("op", None, given, gradients) for given in values] for way in (replay._CORE.look, replay._look)
+        )
+        for given, have, want in zip(values, native, plain, strict=True):
+            assert (have is None) == (want is None), given
+            assert have is None or list(map(id, have[1])) == list(map(id, want[1]))
+        keys = [[looked and looked[0] for looked in way] for way in (native, plain)]
+        pairs = [[a == b for a in way for b in way] for way in keys]
+        assert pairs[0] == pairs[1]
+
+
+@needs_cpu
+def test_the_instruction_set_is_that_of_the_call() -> None:
+    """It changes bits, and a recording does not know it."""
+    block = Block(CPU, torch.bfloat16)
+    x, residual = block.random(3, H), block.random(3, H)
+    core = replay._CORE
+    before = core.isa()
+    bits = {}
+    try:
+        for isa in core.isas() * 2:
+            core.set_isa(isa)
+            select.forget()
+            for _ in range(2):
+                block(x, residual)
+            for other in core.isas():
+                core.set_isa(other)
+                got = block(x, residual)
+                assert all(map(torch.equal, got, bits.setdefault(other, got)))
+            assert recordings() == 1
+    finally:
+        core.set_isa(before)
+
+
+@needs_cpu
+def test_threads_are_those_of_the_call() -> None:
+    program = """
+import os, sys, torch, moefuse
+torch.set_num_threads(1)
+made = torch.randn(4, 512), torch.randn(8, 512), torch.randn(8, 512, 512) / 20, torch.randn(8, 512, 256) / 16
+run = lambda: moefuse.moe(*made, moefuse.Routing(top_k=4))
+one = [run() for _ in range(3)]
+started = len(os.listdir("/proc/self/task"))
+torch.set_num_threads(4)
+many = run()
+assert len(os.listdir("/proc/self/task")) >= started + 3
+assert all(torch.equal(many, other) for other in one)
+assert "torch._dynamo" not in sys.modules, "seconds of imports"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_cpu
+def test_several_callers_of_one_recording() -> None:
+    """What lies between router and experts is each call's own."""
+    block = Block(CPU)
+    given = [(block.random(5, H), block.random(5, H)) for _ in range(4)]
+    want = [block(*one) for one in given]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(200):
+            if not all(map(torch.equal, block(*given[i]), want[i])):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong
+    assert not any(caller.is_alive() for caller in callers)
+    assert recordings() == 1
+
+
+@needs_cpu
+def test_a_run_is_recorded_only_where_all_of_it_is_kernels() -> None:
+    record = backends.find("cpu").load().record
+    glu = backends.find("cpu").load().OPS["glu"]
+    silu = moefuse.Activation("silu")
+    x, table = torch.randn(2, 8), torch.randn(2, 8)
+
+    def whole(t: Tensor) -> Tensor:
+        return glu(t, None, silu, "halves")
+
+    assert record(whole, [x]) is not None
+    for refused in (
+        lambda t: whole(t + 0),
+        lambda t: whole(t[:1]),
+        lambda _: whole(table),
+        lambda t: whole(t)[:1],
+        lambda t: whole(t).add_(1),
+        lambda t: (whole(t), table),
+        lambda t: (out := whole(t), out),
+    ):
+        assert record(refused, [x]) is None
+    assert torch.equal(record(lambda t: (whole(t), t, None), [x])((table,))[0], whole(table))
