@@ -13,11 +13,12 @@ from peft import LoraConfig, get_peft_model
 from released_files import change_config, tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moefuse.hf
 from moefuse import quantize
 from moefuse.hf import BlockExperts, MoefuseConfig, dequantize, quantize_
+from moefuse.hf.quantizer import mark
 from moefuse.hf.support import on_interface
 from moefuse.nn import ExpertsLoRA, add_lora, merge_lora
 from moefuse.testing.compare import difference
@@ -167,6 +168,44 @@ def test_saved_blocks_that_do_not_fit(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"must have model\.layers\.0\.mlp\.experts\.down, and it has not"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_formats_of_equal_width_are_told_apart(tmp_path: Path) -> None:
+    """Q4_K and Q4_0 have rows of as many bytes: taking one for the other would be noise, or NaN."""
+    model, other = (tiny("qwen3_moe", moe_intermediate_size=256) for _ in range(2))
+    quantize_(model, "Q4_K", progress=False)
+    quantize_(other, "Q4_0", progress=False)
+    assert {name: part.shape for name, part in model.named_buffers()} == {
+        name: part.shape for name, part in other.named_buffers()
+    }
+    with pytest.raises(ValueError, match=r"BlockExperts: the state must have model\.layers\.0\.mlp\.experts\.specs"):
+        other.load_state_dict(model.state_dict())
+    quantize_(other, "Q4_K", progress=False)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits_of(other, ids := tokens()), logits_of(model, ids))
+    model.save_pretrained(tmp_path)
+    told = model.config.quantization_config.to_dict()
+    wrong = {"model.layers.1.mlp.experts": {"gate_up": "Q4_0", "down": "Q4_0"}}
+    change_config(tmp_path, quantization_config=told | {"modules": told["modules"] | wrong})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts must be in the formats .*Q4_0.*, got .*Q4_K"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_with_a_head_and_without(tmp_path: Path) -> None:
+    """As transformers does with numbers: a model is loaded from one with another head, or with none."""
+    model, ids = tiny("qwen3_moe"), tokens()
+    quantize_(model, "Q8_0", progress=False)
+    with torch.no_grad():
+        want = model.model(input_ids=ids).last_hidden_state
+    model.save_pretrained(tmp_path / "with")
+    model.model.save_pretrained(tmp_path / "without")
+    mark(model.model).save_pretrained(tmp_path / "own")
+    for folder in ("with", "without", "own"):
+        bare = AutoModel.from_pretrained(tmp_path / folder)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        with torch.no_grad():
+            assert torch.equal(bare(input_ids=ids).last_hidden_state, want)
+            assert torch.equal(whole.model(input_ids=ids).last_hidden_state, want)
 
 
 def test_dequantize_through_transformers(tmp_path: Path) -> None:
