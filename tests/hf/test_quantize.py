@@ -141,6 +141,40 @@ def test_what_is_refused() -> None:
     assert not any(isinstance(module, BlockExperts) for module in model.modules()), "nothing was touched"
 
 
+def test_weights_that_no_block_holds(tmp_path: Path) -> None:
+    """Not-a-number is found before anything is touched; what is found later leaves a model that computes and saves."""
+    model, ids = tiny("qwen3_moe"), tokens()
+    moefuse.hf.patch(model)
+    weight, path = model.model.layers[1].mlp.experts.down_proj, "model.layers.1.mlp.experts.down"
+    before = float(weight[3, 5, 7])
+    weight.data[3, 5, 7] = torch.nan
+    with pytest.raises(ValueError, match=f"quantize_: {path} must be finite, got NaN".replace(".", r"\.")):
+        quantize_(model, "Q8_0", progress=False)
+    assert not any(isinstance(module, BlockExperts) for module in model.modules())
+    weight.data[3, 5, 7] = 1e9  # more than a float16 scale can do
+    with pytest.raises(ValueError, match=rf"{path}\[3\]: quantize: weight must leave scales".replace("l.", r"l\.")):
+        quantize_(model, "Q8_0", exact=True, progress=False)
+    first, second = (layer.mlp for layer in model.model.layers)
+    assert isinstance(first.experts, BlockExperts)
+    assert not isinstance(second.experts, BlockExperts)
+    assert hasattr(first, "_moefuse"), "patched as it was"
+    assert hasattr(second, "_moefuse")
+    weight.data[3, 5, 7] = before
+    got = logits_of(model, ids)
+    moefuse.hf.unpatch(model)
+    numbers = copy.deepcopy(model)
+    dequantize(numbers)
+    assert difference(got, logits_of(numbers, ids).double()).worst < TOLERANCE
+    model.save_pretrained(tmp_path / "some")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "some", experts_implementation="moefuse")
+    assert difference(logits_of(again, ids), got.double()).worst < TOLERANCE
+    weight.data[3, 5, 7] = torch.nan
+    dequantize(model)
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ValueError, match=rf"{path}_proj\[3\]: quantize: weight must be finite".replace("l.", r"l\.")):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nan", quantization_config=MoefuseConfig("Q8_0"))
+
+
 def test_a_foreign_activation_is_refused_by_name() -> None:
     model = tiny("qwen3_moe")
     for layer in model.model.layers:

@@ -99,18 +99,22 @@ def _turned(stock: Any, name: str) -> bool:
 
 
 def encode(
-    stack: Weight, format: str, lay_out: Callable[[Tensor], Tensor], each: Callable[[], None] = lambda: None
+    path: str, stack: Weight, format: str, lay_out: Callable[[Tensor], Tensor], each: Callable[[], None] = lambda: None
 ) -> tuple[QuantTensor, float]:
     """A stack in blocks, one expert at a time, and the error: its norm over that of the numbers.
 
-    ``lay_out`` brings an expert's matrix into our layout, ``each`` is called after each.
+    ``path`` is its name in messages, ``lay_out`` brings an expert's matrix into our layout, ``each`` is called after
+    each.
     """
     blocks: Tensor | None = None
     sums = torch.zeros(2, dtype=torch.float64, device=stack.device)
     for e in range(stack.shape[0]):
         part = stack[e]
         numbers = part.dequantize() if isinstance(part, QuantTensor) else lay_out(part.detach())
-        made = quantize(numbers, format)
+        try:
+            made = quantize(numbers, format)
+        except ValueError as error:
+            raise ValueError(f"{path}[{e}]: {error}") from error
         if blocks is None:
             blocks = made.blocks.new_empty((stack.shape[0], *made.blocks.shape))
         blocks[e] = made.blocks

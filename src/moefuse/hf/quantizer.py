@@ -253,7 +253,7 @@ def _await_numbers(model: Any, path: str, stock: Any, recipe: Recipe, exact: boo
         format = None if name.endswith("_bias") else recipe.choose(f"{path}.{name}", shapes[name][-1])
         if format is None:
             return in_our_layout(stock, name, value)
-        return encode(value, format, functools.partial(laid_out, stock, name))[0]
+        return encode(f"{path}.{names[name]}", value, format, functools.partial(laid_out, stock, name))[0]
 
     groups = {name: {own: getattr(stock, own)} for name, own in names.items()}
     Arriving(model, path, groups, make, _finish_experts(stock, exact), files)
