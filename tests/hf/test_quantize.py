@@ -1,6 +1,7 @@
 """Experts into blocks: in place, while loading, saved and loaded again; every family."""
 
 import copy
+import functools
 import math
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from released_files import change_config, tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import moefuse.hf
 from moefuse import quantize
@@ -127,6 +128,13 @@ def test_what_is_refused() -> None:
             MoefuseConfig(wrong)
     with pytest.raises(ValueError, match="must have regular expressions, got '\\('"):
         quantize_(model, "Q4_K", {"(": "Q8_0"})
+    with pytest.raises(ValueError, match="must have regular expressions, got 3"):
+        quantize_(model, "Q4_K", {3: "Q8_0"})
+    for take in (MoefuseConfig, functools.partial(quantize_, model)):
+        with pytest.raises(TypeError, match="rules must be a mapping of patterns to formats, got list"):
+            take("Q4_K", ["down"])
+        with pytest.raises(TypeError, match="unexpected keyword argument 'rule'"):
+            take("Q4_K", rule={"down": "Q6_K"})
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         quantize_("model")
     dense = LlamaForCausalLM(
@@ -240,6 +248,46 @@ def test_with_a_head_and_without(tmp_path: Path) -> None:
         with torch.no_grad():
             assert torch.equal(bare(input_ids=ids).last_hidden_state, want)
             assert torch.equal(whole.model(input_ids=ids).last_hidden_state, want)
+
+
+def test_blocks_cannot_be_on_the_disk(tmp_path: Path) -> None:
+    model = tiny("qwen3_moe")
+    quantize_(model, "Q8_0", progress=False)
+    model.save_pretrained(tmp_path / "saved")
+    on_cpu = ("lm_head", "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")
+    places = dict.fromkeys(on_cpu, "cpu") | {"model.layers.1": "disk"}
+    with pytest.raises(
+        ValueError, match=r"must have model\.layers\.1\.mlp\.experts\.gate_up.* leaves them on the disk"
+    ):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "saved", device_map=places, offload_folder=str(tmp_path / "offloaded")
+        )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="cpu")
+    assert torch.equal(logits_of(again, ids := tokens()), logits_of(model, ids))
+
+
+def test_a_trainer_takes_adapters(tmp_path: Path) -> None:
+    """Of transformers: it trains what has gradients, and goes on from its own checkpoint."""
+    model, ids = tiny("qwen3_moe"), tokens()
+    quantize_(model, "Q4_K", progress=False)
+    model.requires_grad_(False)
+    adapters = [add_lora(module, 4) for module in model.modules() if isinstance(module, BlockExperts)]
+    start, held = copy.deepcopy(model), {name: value.clone() for name, value in model.named_buffers()}
+    options = {"report_to": [], "use_cpu": True, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def trainer(model: nn.Module, steps: int) -> Trainer:
+        told = TrainingArguments(str(tmp_path), max_steps=steps, lr_scheduler_type="constant", **options)
+        return Trainer(model, told, train_dataset=data)
+
+    once = trainer(model, 4)
+    once.train()
+    losses = [step["loss"] for step in once.state.log_history if "loss" in step]
+    assert losses == sorted(losses, reverse=True)
+    assert all(float(b.abs().max()) > 0 for one in adapters for b in (one.gate_up_b, one.down_b))
+    assert all(torch.equal(value, held[name]) for name, value in model.named_buffers())
+    trainer(start, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(logits_of(start.eval(), ids), logits_of(model.eval(), ids))
 
 
 def test_dequantize_through_transformers(tmp_path: Path) -> None:

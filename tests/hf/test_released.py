@@ -194,6 +194,7 @@ def test_mxfp4_is_a_permutation(rng: torch.Generator) -> None:
     """Against the formula, every nibble and exponents to both ends; and as DeepSeek-V4 has it."""
     blocks = torch.randint(0, 256, (3, 4, 2, 16), dtype=torch.uint8, generator=rng)
     scales = torch.randint(2, 250, (3, 4, 2), dtype=torch.uint8, generator=rng)
+    scales.view(-1)[:3] = torch.tensor([0, 1, 254])
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     table = torch.cat((table, -table))
     numbers = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1).flatten(-2)
@@ -207,6 +208,10 @@ def test_mxfp4_is_a_permutation(rng: torch.Generator) -> None:
         from_mxfp4(packed, powers * 1.5)
     with pytest.raises(ValueError, match="a row must be a multiple of 32 values, got 62"):
         from_mxfp4(packed[..., :-1], powers)
+    scales[2, 1, 0] = 255
+    for damaged in (scales, scales.view(torch.float8_e8m0fnu)):
+        with pytest.raises(ValueError, match="scales must be finite, got the exponent 255"):
+            from_mxfp4(blocks, damaged)
 
 
 def test_scales_per_matrix(rng: torch.Generator) -> None:

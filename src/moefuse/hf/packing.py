@@ -31,12 +31,14 @@ class Recipe:
     """
 
     def __init__(self, format: str, rules: Mapping[str, str | None] | None = None) -> None:
+        if not isinstance(rules, Mapping | None):
+            raise TypeError(f"quantize_: rules must be a mapping of patterns to formats, got {type(rules).__name__}")
         self.format = _encodable(format)
         self.rules = {pattern: name and _encodable(name) for pattern, name in (rules or {}).items()}
         for pattern in self.rules:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise ValueError(f"quantize_: rules must have regular expressions, got {pattern!r}: {error}") from None
 
     def asked(self, path: str) -> str | None:
@@ -156,8 +158,11 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, lay_out: Callable[[Tensor], Tenso
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    if scales.dtype == torch.uint8 or scales.dtype.itemsize == 1:
-        return scales.view(torch.uint8)
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        biased = scales.view(torch.uint8)
+        if bool((biased == 255).any()):
+            raise ValueError("MXFP4: scales must be finite, got the exponent 255, which is not a number")
+        return biased
     mantissa, exponent = torch.frexp(scales.float())
     biased = exponent + 126
     if bool(((mantissa != 0.5) | (biased < 0) | (biased > 254)).any()):

@@ -18,7 +18,7 @@ from moefuse.hf.packing import Recipe, encode, in_our_layout, laid_out, names_of
 from moefuse.hf.patch import patch, unpatch
 from moefuse.hf.quantizer import experts_of, mark
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Weight, name_of
+from moefuse.types import name_of
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,12 @@ def quantize_(
     return QuantizeReport(tuple(rows))
 
 
-def _stack(module: Any, name: str) -> Any:
-    """A stack in the module's own layout; None where there is none."""
-    return (
-        module.stack(name)
-        if isinstance(module, BlockExperts)
-        else getattr(module, names_of(module).get(name, ""), None)
-    )
-
-
-def _stacks(module: Any) -> dict[str, Weight]:
-    found = {name: _stack(module, name) for name in ("gate_up", "up", "down")}
-    return {name: stack for name, stack in found.items() if stack is not None}
+def _stacks(module: Any) -> dict[str, Any]:
+    """The stacks that a module has, in its own layout."""
+    if isinstance(module, BlockExperts):
+        found = {name: module.stack(name) for name in ("gate_up", "up", "down")}
+        return {name: stack for name, stack in found.items() if stack is not None}
+    return {name: getattr(module, own) for name, own in names_of(module).items() if not name.endswith("_bias")}
 
 
 def _type_of(model: Any, module: Any) -> torch.dtype:

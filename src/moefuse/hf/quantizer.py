@@ -70,13 +70,13 @@ class MoefuseConfig(QuantizationConfigMixin):
         rules: Mapping[str, str | None] | None = None,
         exact: bool = False,
         modules: Mapping[str, Mapping[str, str]] | None = None,
-        **_: Any,
+        quant_method: str = NAME,  # noqa: ARG002  # transformers gives what it found in a saved configuration
     ) -> None:
         self.quant_method: Any = NAME  # transformers has an enumeration of its own
+        if not modules:
+            Recipe(format, rules)  # what cannot be is refused before anything is read
         self.format, self.rules, self.exact = format, dict(rules or {}), exact
         self.modules = {path: dict(specs) for path, specs in (modules or {}).items()}
-        if not self.modules:
-            Recipe(format, self.rules)  # what cannot be is refused before anything is read
 
 
 class _Files:
@@ -201,6 +201,10 @@ class MoefuseQuantizer(HfQuantizer):
         return True  # adapters beside the blocks
 
     @property
+    def is_qat_trainable(self) -> bool:
+        return True  # or a Trainer would take no adapters but PEFT's
+
+    @property
     def is_compileable(self) -> bool:
         return True
 
@@ -211,7 +215,8 @@ def mark(model: Any) -> Any:
     for path, module in model.named_modules():
         if isinstance(module, Arriving):
             names = ", ".join(f"{path}.{name}" for name in module.missing()[:3])
-            raise ValueError(f"the checkpoint must have {names}, and it has not: it is damaged or of another kind")
+            rule = "it is damaged or of another kind, or a device_map leaves them on the disk, where blocks cannot be"
+            raise ValueError(f"the checkpoint must have {names}, and it has not: {rule}")
         if isinstance(module, (BlockExperts, QuantModule)):
             modules[path] = module.file_specs()
     formats = [format_in(spec) for specs in modules.values() for spec in specs.values()]
