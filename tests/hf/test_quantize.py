@@ -284,8 +284,8 @@ def test_a_trainer_takes_adapters(tmp_path: Path) -> None:
     once = trainer(model, 4)
     once.train()
     losses = [step["loss"] for step in once.state.log_history if "loss" in step]
-    assert losses == sorted(losses, reverse=True)
-    assert all(float(b.abs().max()) > 0 for one in adapters for b in (one.gate_up_b, one.down_b))
+    assert losses[-1] < losses[0] - 0.1
+    assert all(bool(b.any()) for one in adapters for b in (one.gate_up_b, one.down_b))
     assert all(torch.equal(value, held[name]) for name, value in model.named_buffers())
     trainer(start, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, value in start.named_parameters():
