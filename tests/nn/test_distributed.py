@@ -1,6 +1,7 @@
 """What trainers wrap around a layer: two ranks, checkpointing, and gradients that add up in float32."""
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from moefuse.nn import MoE
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(
-    "gloo", init_method="file://" + meeting, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=100)
+    "gloo", init_method="file://" + meeting, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300)
 )
 torch.manual_seed(0)
 shared = {"shared_intermediate": 16, "shared_gate": True}
@@ -92,11 +93,12 @@ def test_two_ranks(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # two ranks and what else the machine does
         )
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=200)[0] for rank in ranks]
+        said = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -240,9 +240,9 @@ def test_module_verbs(path: Path) -> None:
     outer, copy = torch.nn.ModuleDict({"moe": other}), torch.nn.ModuleDict({"moe": block})
     assert outer.load_state_dict(copy.state_dict()).missing_keys == []
     assert torch.equal(other(x), want)
-    with pytest.raises(ValueError, match="MoE: the state must have the formats"):
+    with pytest.raises(ValueError, match="MoE: the state must have specs"):
         MoE.from_gguf(path, LAYER).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"MoE: the state must have the formats \{\}, got"):
+    with pytest.raises(ValueError, match=r"MoE: the state must have specs \{\}, got"):
         MoE(H, I, E, Routing(TOP_K)).load_state_dict(state)
     block.router.requires_grad_()
     block(x).square().sum().backward()

@@ -98,6 +98,14 @@ def test_mistakes_are_named() -> None:
     made = MoE(32, 16, 8, Routing(top_k=3))
     with pytest.raises(ValueError, match="rank must not exceed min"):
         add_lora(made, rank=17)
+    for wrong, kind in (("16", TypeError), (torch.inf, ValueError)):
+        with pytest.raises(kind, match="add_lora: alpha must be"):
+            add_lora(made, rank=2, alpha=wrong)
+    assert all(p.requires_grad for p in made.parameters()), "nothing was touched"
+    with pytest.raises(TypeError, match=r"add_lora: block must be a moefuse\.nn\.MoE, or .*, got Linear"):
+        add_lora(torch.nn.Linear(4, 4), rank=2)
+    with pytest.raises(TypeError, match=r"merge_lora: block must be .*, got Linear"):
+        merge_lora(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="no adapters"):
         merge_lora(made)
     add_lora(made, rank=2)

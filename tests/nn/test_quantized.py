@@ -12,6 +12,7 @@ import moefuse.nn.quantized
 from moefuse import QuantTensor, quantize
 from moefuse.nn import QuantEmbedding, QuantLinear
 from moefuse.nn.quantized import interleave_
+from moefuse.nn.quantized import specs_in_bytes
 from moefuse.quant import arrange
 from moefuse.quant.arrange import PLANES
 from moefuse.quant.formats import FORMATS
@@ -68,14 +69,14 @@ def test_state_goes_there_and_back(rng: torch.Generator) -> None:
     words = torch.tensor([1, 5])
     assert not torch.equal(first(words), second(words))
     state = first.state_dict()
-    assert set(state) == {"0.blocks", "0.spec", "1.blocks", "1.spec", "1.bias"}
+    assert set(state) == {"0.blocks", "0.specs", "1.blocks", "1.specs", "1.bias"}
     assert state["0.blocks"].dtype == state["1.blocks"].dtype == torch.uint8
     second.load_state_dict(state)
     assert torch.equal(first(words), second(words))
-    with pytest.raises(ValueError, match=r"QuantLinear: 1.blocks must be in Q4_0:exact, got IQ4_NL"):
-        second.load_state_dict(state | {"1.spec": torch.tensor(list(b"IQ4_NL"), dtype=torch.uint8)})  # as wide
-    del state["1.spec"]
-    with pytest.raises(ValueError, match=r"QuantLinear: 1.blocks must be in Q4_0:exact, got None"):
+    with pytest.raises(ValueError, match=r"QuantLinear: .* 1\.specs {'blocks': 'Q4_0:exact'}, got .*IQ4_NL"):
+        second.load_state_dict(state | {"1.specs": specs_in_bytes({"blocks": "IQ4_NL"})})  # as wide
+    del state["1.specs"]
+    with pytest.raises(ValueError, match=r"QuantLinear: .* 1\.specs {'blocks': 'Q4_0:exact'}, got {}"):
         second.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Missing key.*1.blocks"):
         second.load_state_dict({"1.weight": torch.ones(N, K)})

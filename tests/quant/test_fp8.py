@@ -106,6 +106,8 @@ def test_larger_blocks_and_strange_memory(rng: torch.Generator) -> None:
         ((300, 512), torch.ones(3, 4), (100, 256), ValueError, r"got \[3, 4\] in blocks of 100 x 256"),
         ((300, 512), torch.ones(3, 8), None, ValueError, "for a multiple of 128 columns each, got one for 64"),
         ((300, 512), torch.ones(3, 4), (0, 128), ValueError, "in blocks of 0 x 128"),
+        ((300, 512), torch.ones(3, 4), 128, TypeError, "block must be rows and columns, two ints, got 128"),
+        ((300, 512), torch.ones(3, 4), (128.0, 128), TypeError, r"two ints, got \(128.0, 128\)"),
         ((300, 512), torch.full((3, 4), torch.nan), None, ValueError, "scale must be finite"),
         ((300, 512), torch.full((3, 4), torch.inf), None, ValueError, "scale must be finite"),
         ((300, 512), torch.ones(3, 4, device="meta"), None, ValueError, "must be on the weight's device cpu, got meta"),

@@ -31,12 +31,14 @@ class Recipe:
     """
 
     def __init__(self, format: str, rules: Mapping[str, str | None] | None = None) -> None:
+        if not isinstance(rules, Mapping | None):
+            raise TypeError(f"quantize_: rules must be a mapping of patterns to formats, got {type(rules).__name__}")
         self.format = _encodable(format)
         self.rules = {pattern: name and _encodable(name) for pattern, name in (rules or {}).items()}
         for pattern in self.rules:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise ValueError(f"quantize_: rules must have regular expressions, got {pattern!r}: {error}") from None
 
     def asked(self, path: str) -> str | None:
@@ -99,18 +101,22 @@ def _turned(stock: Any, name: str) -> bool:
 
 
 def encode(
-    stack: Weight, format: str, lay_out: Callable[[Tensor], Tensor], each: Callable[[], None] = lambda: None
+    path: str, stack: Weight, format: str, lay_out: Callable[[Tensor], Tensor], each: Callable[[], None] = lambda: None
 ) -> tuple[QuantTensor, float]:
     """A stack in blocks, one expert at a time, and the error: its norm over that of the numbers.
 
-    ``lay_out`` brings an expert's matrix into our layout, ``each`` is called after each.
+    ``path`` is its name in messages, ``lay_out`` brings an expert's matrix into our layout, ``each`` is called after
+    each.
     """
     blocks: Tensor | None = None
     sums = torch.zeros(2, dtype=torch.float64, device=stack.device)
     for e in range(stack.shape[0]):
         part = stack[e]
         numbers = part.dequantize() if isinstance(part, QuantTensor) else lay_out(part.detach())
-        made = quantize(numbers, format)
+        try:
+            made = quantize(numbers, format)
+        except ValueError as error:
+            raise ValueError(f"{path}[{e}]: {error}") from error
         if blocks is None:
             blocks = made.blocks.new_empty((stack.shape[0], *made.blocks.shape))
         blocks[e] = made.blocks
@@ -152,8 +158,11 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, lay_out: Callable[[Tensor], Tenso
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    if scales.dtype == torch.uint8 or scales.dtype.itemsize == 1:
-        return scales.view(torch.uint8)
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        biased = scales.view(torch.uint8)
+        if bool((biased == 255).any()):
+            raise ValueError("MXFP4: scales must be finite, got the exponent 255, which is not a number")
+        return biased
     mantissa, exponent = torch.frexp(scales.float())
     biased = exponent + 126
     if bool(((mantissa != 0.5) | (biased < 0) | (biased > 254)).any()):

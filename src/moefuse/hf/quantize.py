@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 from moefuse.hf.experts import known_activation
-from moefuse.hf.gguf_experts import BlockExperts
+from moefuse.hf.gguf_experts import BlockExperts, block_experts
 from moefuse.hf.packing import Recipe, encode, in_our_layout, laid_out, names_of
 from moefuse.hf.patch import patch, unpatch
 from moefuse.hf.quantizer import experts_of, mark
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import Weight, name_of
+from moefuse.types import name_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def quantize_(
 ) -> QuantizeReport:
     """Turn the experts of a transformers model into blocks, in place and one expert at a time.
 
-    Beyond the model it takes the blocks of one stack and a few copies of one expert in float32. Everything else stays
+    Beyond the model it takes the blocks of one layer and a few copies of one expert in float32. Everything else stays
     as it is. ``save_pretrained`` then writes the blocks, and ``from_pretrained`` loads them; `moefuse.hf.dequantize`
     is the way back to numbers. Experts that are in blocks already (FP8 or MXFP4 as released, a GGUF file) are
     taken expert by expert through float32.
@@ -105,40 +105,38 @@ def quantize_(
         raise ValueError("quantize_: a captured model keeps the weights it was captured with: uncapture it first")
     recipe, found = Recipe(format, rules), experts_of(model)
     for path, module in found:
-        _refuse_other_tensors(path, module)
+        _check(path, module, recipe)
     patched = any("_moefuse" in vars(module) for module in model.modules())
     if patched:
         unpatch(model)
     rows: list[Quantized] = []
     columns = (TextColumn("quantising experts"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task(
-            "quantising", total=sum(len(one) for _, module in found for one in _stacks(module).values())
-        )
-        for path, module in found:
-            activation, dtype = known_activation(module), _type_of(model, module)
-            tensors = _in_blocks(path, module, recipe, rows, functools.partial(bar.advance, task))
-            stock = module.stock if isinstance(module, BlockExperts) else module
-            assert activation is not None  # `experts_of` refuses others
-            model.set_submodule(path, BlockExperts(stock, activation, tensors, dtype, exact).train(module.training))
-    mark(model)
-    if patched:
-        patch(model)
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+            task = bar.add_task(
+                "quantising", total=sum(len(one) for _, module in found for one in _stacks(module).values())
+            )
+            for path, module in found:
+                activation, dtype = known_activation(module), _type_of(model, module)
+                tensors = _in_blocks(path, module, recipe, rows, functools.partial(bar.advance, task))
+                stock = module.stock if isinstance(module, BlockExperts) else module
+                assert activation is not None  # `experts_of` refuses others
+                model.set_submodule(path, BlockExperts(stock, activation, tensors, dtype, exact).train(module.training))
+                _give_up(module)
+    finally:  # interrupted, it is a model in which some modules are in blocks and the others as they were
+        if block_experts(model):
+            mark(model)
+        if patched:
+            patch(model)
     return QuantizeReport(tuple(rows))
 
 
-def _stack(module: Any, name: str) -> Any:
-    """A stack in the module's own layout; None where there is none."""
-    return (
-        module.stack(name)
-        if isinstance(module, BlockExperts)
-        else getattr(module, names_of(module).get(name, ""), None)
-    )
-
-
-def _stacks(module: Any) -> dict[str, Weight]:
-    found = {name: _stack(module, name) for name in ("gate_up", "up", "down")}
-    return {name: stack for name, stack in found.items() if stack is not None}
+def _stacks(module: Any) -> dict[str, Any]:
+    """The stacks that a module has, in its own layout."""
+    if isinstance(module, BlockExperts):
+        found = {name: module.stack(name) for name in ("gate_up", "up", "down")}
+        return {name: stack for name, stack in found.items() if stack is not None}
+    return {name: getattr(module, own) for name, own in names_of(module).items() if not name.endswith("_bias")}
 
 
 def _type_of(model: Any, module: Any) -> torch.dtype:
@@ -147,7 +145,8 @@ def _type_of(model: Any, module: Any) -> torch.dtype:
     return kinds[0] if kinds else model.get_input_embeddings().weight.dtype
 
 
-def _refuse_other_tensors(path: str, module: Any) -> None:
+def _check(path: str, module: Any, recipe: Recipe) -> None:
+    """Refuse what cannot be in blocks, before anything is touched."""
     if getattr(module, "lora", None) is not None:
         raise ValueError(f"quantize_: {path} has adapters: moefuse.hf.dequantize folds them in")
     for name, stack in _stacks(module).items():
@@ -157,35 +156,43 @@ def _refuse_other_tensors(path: str, module: Any) -> None:
                 f"quantize_: {path}.{name} must be a plain tensor, got one that {kind}: load the whole model on one "
                 "device, without adapters"
             )
+        asked = isinstance(stack, Tensor) and recipe.asked(f"{path}.{name}") is not None
+        if asked and not all(bool(expert.isfinite().all()) for expert in stack):
+            raise ValueError(f"quantize_: {path}.{name} must be finite, got NaN or infinity")
 
 
 def _in_blocks(
     path: str, module: Any, recipe: Recipe, rows: list[Quantized], each: Callable[[], None]
 ) -> dict[str, Any]:
-    """The tensors of a module in our layout, stacks in blocks; what they were is given up one by one."""
+    """The tensors of a module in our layout, stacks in blocks."""
     ours = isinstance(module, BlockExperts)
     tensors: dict[str, Any] = {}
-    for name in _stacks(module):
-        stack = _stack(module, name)
+    for name, stack in _stacks(module).items():
         columns = stack.shape[-2] if module.is_transposed else stack.shape[-1]
         asked, wanted = recipe.asked(f"{path}.{name}"), recipe.choose(f"{path}.{name}", columns)
         before, error = stack.format if isinstance(stack, QuantTensor) else name_of(stack.dtype), 0.0
         if wanted in (None, before):
             tensors[name] = stack if ours else in_our_layout(module, name, stack)
         else:
-            tensors[name], error = encode(stack, wanted, functools.partial(laid_out, module, name), each)
+            lay_out = functools.partial(laid_out, module, name)
+            tensors[name], error = encode(f"quantize_: {path}.{name}", stack, wanted, lay_out, each)
         note = "" if wanted == asked else f"{asked} does not fit rows of {columns}"
         made = tensors[name]
         after = made.format if isinstance(made, QuantTensor) else name_of(made.dtype)
         rows.append(Quantized(path, name, before, after, stack.nbytes, made.nbytes, error, note))
-        if ours:
-            module._kept.pop(name, None)
-            module._buffers[name] = None
-        else:
-            empty = torch.empty_like(stack, device="meta")
-            setattr(module, names_of(module)[name], nn.Parameter(empty, requires_grad=False))
     if module.has_bias:
         for name in ("gate_up_bias", "down_bias"):
             bias = module._buffers[name] if ours else getattr(module, names_of(module)[name])
             tensors[name] = bias if ours else in_our_layout(module, name, bias)
     return tensors
+
+
+def _give_up(module: Any) -> None:
+    """Its stacks are in another module now, and have no memory here."""
+    for name, stack in _stacks(module).items():
+        if isinstance(module, BlockExperts):
+            module._kept.pop(name, None)
+            module._buffers[name] = None
+        else:
+            empty = torch.empty_like(stack, device="meta")
+            setattr(module, names_of(module)[name], nn.Parameter(empty, requires_grad=False))

@@ -39,9 +39,9 @@ from moefuse.hf.packing import (
 )
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface, supports
-from moefuse.nn.quantized import QuantModule
+from moefuse.nn.quantized import QuantModule, specs_from_bytes, specs_in_bytes
 from moefuse.quant.formats import format_of
-from moefuse.quant.tensor import format_in, in_file_order, wrap
+from moefuse.quant.tensor import format_in, wrap
 from moefuse.types import Weight
 
 _log: Any = logging.get_logger(__name__)
@@ -70,13 +70,13 @@ class MoefuseConfig(QuantizationConfigMixin):
         rules: Mapping[str, str | None] | None = None,
         exact: bool = False,
         modules: Mapping[str, Mapping[str, str]] | None = None,
-        **_: Any,
+        quant_method: str = NAME,  # noqa: ARG002  # transformers gives what it found in a saved configuration
     ) -> None:
         self.quant_method: Any = NAME  # transformers has an enumeration of its own
+        if not modules:
+            Recipe(format, rules)  # what cannot be is refused before anything is read
         self.format, self.rules, self.exact = format, dict(rules or {}), exact
         self.modules = {path: dict(specs) for path, specs in (modules or {}).items()}
-        if not self.modules:
-            Recipe(format, self.rules)  # what cannot be is refused before anything is read
 
 
 class _Files:
@@ -201,6 +201,10 @@ class MoefuseQuantizer(HfQuantizer):
         return True  # adapters beside the blocks
 
     @property
+    def is_qat_trainable(self) -> bool:
+        return True  # or a Trainer would take no adapters but PEFT's
+
+    @property
     def is_compileable(self) -> bool:
         return True
 
@@ -211,9 +215,10 @@ def mark(model: Any) -> Any:
     for path, module in model.named_modules():
         if isinstance(module, Arriving):
             names = ", ".join(f"{path}.{name}" for name in module.missing()[:3])
-            raise ValueError(f"the checkpoint must have {names}, and it has not: it is damaged or of another kind")
+            rule = "it is damaged or of another kind, or a device_map leaves them on the disk, where blocks cannot be"
+            raise ValueError(f"the checkpoint must have {names}, and it has not: {rule}")
         if isinstance(module, (BlockExperts, QuantModule)):
-            modules[path] = {name: in_file_order(weight.spec) for name, weight in module._held().items()}
+            modules[path] = module.file_specs()
     formats = [format_in(spec) for specs in modules.values() for spec in specs.values()]
     config = MoefuseConfig(max(set(formats), key=formats.count, default="Q4_K"), modules=modules)
     model.config.quantization_config, model.config._is_quantized = config, True
@@ -253,7 +258,7 @@ def _await_numbers(model: Any, path: str, stock: Any, recipe: Recipe, exact: boo
         format = None if name.endswith("_bias") else recipe.choose(f"{path}.{name}", shapes[name][-1])
         if format is None:
             return in_our_layout(stock, name, value)
-        return encode(value, format, functools.partial(laid_out, stock, name))[0]
+        return encode(f"{path}.{names[name]}", value, format, functools.partial(laid_out, stock, name))[0]
 
     groups = {name: {own: getattr(stock, own)} for name, own in names.items()}
     Arriving(model, path, groups, make, _finish_experts(stock, exact), files)
@@ -261,10 +266,9 @@ def _await_numbers(model: Any, path: str, stock: Any, recipe: Recipe, exact: boo
 
 def _await_saved(model: Any, path: str, specs: Mapping[str, str], files: _Files) -> None:
     """Take a module's blocks as `mark` named them."""
-    try:
-        stock: Any = model.get_submodule(path)
-    except AttributeError:
-        raise ValueError(f"quantization_config names {path}, and {type(model).__name__} has no such module") from None
+    path, stock = _found(model, path)
+    if stock is None:
+        return
     matrix = isinstance(stock, (nn.Linear, nn.Embedding))
     shapes = {"blocks": stock.weight.shape} if matrix else shapes_of(stock)
     dtype = stock.weight.dtype if matrix else stock.down_proj.dtype
@@ -274,13 +278,18 @@ def _await_saved(model: Any, path: str, specs: Mapping[str, str], files: _Files)
         last = columns if spec is None else format_of(format_in(spec)).row_bytes(columns)
         empty = torch.empty((*rows, last), dtype=dtype if spec is None else torch.uint8, device="meta")
         groups[name] = {name: empty}
-    if matrix:
-        groups["spec"] = {"spec": torch.empty(len(specs["blocks"]), dtype=torch.uint8, device="meta")}
-        if getattr(stock, "bias", None) is not None:
-            groups["bias"] = {"bias": stock.bias}
+    if specs:
+        groups["specs"] = {"specs": specs_in_bytes(specs)}
+    if matrix and getattr(stock, "bias", None) is not None:
+        groups["bias"] = {"bias": stock.bias}
 
     def make(name: str, parts: dict[str, Tensor]) -> Any:
         value, empty = parts[name], groups[name][name]
+        if name == "specs":
+            given = specs_from_bytes(value)
+            if given != specs:
+                raise ValueError(f"{path} must be in the formats {specs} that quantization_config names, got {given}")
+            return None
         if value.shape != empty.shape or value.is_floating_point() != empty.is_floating_point():
             want = f"{list(empty.shape)} in {specs.get(name, 'numbers')}"
             raise ValueError(f"{path}.{name} must be {want}, got {list(value.shape)} in {value.dtype}")
@@ -292,6 +301,18 @@ def _await_saved(model: Any, path: str, specs: Mapping[str, str], files: _Files)
         return in_blocks(stock, tensors["blocks"], dtype)
 
     Arriving(model, path, groups, make, finish_matrix if matrix else _finish_experts(stock), files)
+
+
+def _found(model: Any, path: str) -> tuple[str, Any]:
+    """A module by the path that it was saved with, by a model with a head or without; None for a head of another."""
+    base = f"{model.base_model_prefix}."
+    modules = dict(model.named_modules())
+    for place in (path, base + path, path.removeprefix(base)):
+        if place in modules:
+            return place, modules[place]
+    if path.startswith(base):
+        raise ValueError(f"quantization_config names {path}, and {type(model).__name__} has no such module")
+    return path, None
 
 
 class _Released:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moefuse.ops._core.checks import check_count
 from moefuse.ops.grouped_linear import grouped_linear
-from moefuse.types import Activation, Plan
+from moefuse.types import Activation, Plan, check_number
 
 
 class Adaptable(Protocol):
@@ -95,12 +95,15 @@ def add_lora(block: Adaptable, rank: int, *, alpha: float | None = None) -> Expe
     >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad)
     ['lora.down_a', 'lora.down_b', 'lora.gate_up_a', 'lora.gate_up_b']
     """
+    _check_kind("add_lora", block)
     _, H, I = block.stack("down").shape
     if block.lora is not None:
         raise ValueError(
             f"add_lora: the layer has adapters of rank {block.lora.rank} already; merge_lora folds them in"
         )
     check_count("add_lora", "rank", rank, 1)
+    if alpha is not None:
+        check_number("add_lora", "alpha", alpha)
     if rank > min(H, I):
         raise ValueError(f"add_lora: rank must not exceed min(H, I) = {min(H, I)}, got {rank}")
     block.requires_grad_(False)
@@ -121,6 +124,7 @@ def merge_lora(block: Adaptable) -> None:
     >>> layer.lora is None
     True
     """
+    _check_kind("merge_lora", block)
     lora = block.lora
     if lora is None:
         raise ValueError("merge_lora: the layer has no adapters; add_lora gives it some")
@@ -132,3 +136,9 @@ def merge_lora(block: Adaptable) -> None:
     gate_up, up = block.stack("gate_up"), block.stack("up")
     lora.fold_into((gate_up,) if up is None else (gate_up, up), block.stack("down"))
     block.lora = None
+
+
+def _check_kind(op: str, block: Any) -> None:
+    if not all(hasattr(block, name) for name in ("activation", "specs", "lora", "stack")):
+        kinds = "a moefuse.nn.MoE, or a moefuse.hf.BlockExperts of a model in blocks"
+        raise TypeError(f"{op}: block must be {kinds}, got {type(block).__name__}")

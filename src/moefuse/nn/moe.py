@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
 from moefuse.ops.route import check_routing, route
 from moefuse.quant.gguf import GGUFFile, read
-from moefuse.quant.tensor import QuantTensor, in_file_order, wrap
+from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import Activation, Routing, Stacks, Tail
 
 _FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
@@ -214,22 +213,6 @@ class MoE(BlockModule):
     def _shared_stacks(self, dtype: torch.dtype | None) -> Stacks:
         gate_up, up, down = (self.stack(name, dtype) for name in ("shared_gate_up", "shared_up", "shared_down"))
         return Stacks(gate_up, up, down, layout=self.shared_layout if up is None else "halves")
-
-    def _file_specs(self) -> dict[str, str]:
-        return {name: in_file_order(spec) for name, spec in self.specs.items()}
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.specs:
-            specs = json.dumps(self._file_specs())
-            destination[prefix + "specs"] = torch.tensor(list(specs.encode()), dtype=torch.uint8)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = state_dict.pop(prefix + "specs", None)
-        specs, own = {} if given is None else json.loads(bytes(given.tolist())), self._file_specs()
-        if specs != own:
-            raise ValueError(f"MoE: the state must have the formats {own}, got {specs}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, backend: str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ class BlockModule(nn.Module):
     """What modules with buffers in blocks share.
 
     Wherever the buffers move, their blocks are arranged as the backend of that device reads them. The state dict holds
-    them in the file's own order, whatever the device.
+    them in the file's own order, whatever the device, and their formats as "specs"; others are refused.
     """
 
     #: name of a buffer in blocks -> its `QuantTensor.spec`
@@ -53,8 +54,20 @@ class BlockModule(nn.Module):
         for name, weight in self._held().items():
             if weight.arrangement != FILE:
                 destination[prefix + name] = weight.arranged(FILE).blocks
+        if specs := self.file_specs():
+            destination[prefix + "specs"] = specs_in_bytes(specs)
+
+    def file_specs(self) -> dict[str, str]:
+        """What a file has to say of the blocks: name of a buffer -> its spec, without an arrangement."""
+        return {name: in_file_order(weight.spec) for name, weight in self._held().items()}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        # A state may also be of other parts alone, adapters for one.
+        given, own = state_dict.pop(prefix + "specs", None), self.file_specs()
+        if given is not None or any(prefix + name in state_dict for name in own):
+            specs = {} if given is None else specs_from_bytes(given)
+            if specs != own:
+                raise ValueError(f"{type(self).__name__}: the state must have {prefix}specs {own}, got {specs}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         for name, weight in self._held().items():
             given = state_dict.get(prefix + name)
@@ -65,6 +78,16 @@ class BlockModule(nn.Module):
                 self._hold(name, loaded)
             else:
                 arrange_(loaded, weight.arrangement)
+
+
+def specs_in_bytes(specs: Mapping[str, str]) -> Tensor:
+    """Formats as a state dict holds them."""
+    return torch.tensor(list(json.dumps(specs, sort_keys=True).encode()), dtype=torch.uint8)
+
+
+def specs_from_bytes(given: Tensor) -> Any:
+    """The way back."""
+    return json.loads(bytes(given.tolist()))
 
 
 def _rearranged(moved: QuantTensor, order: str, before: Tensor) -> QuantTensor:
@@ -112,8 +135,7 @@ class QuantModule(BlockModule):
     """What modules with a weight in blocks share.
 
     The blocks are a buffer of bytes: ``to`` moves them and leaves their type alone. They are frozen, and gradients pass
-    through to what goes in. Modules that are given the same blocks share them wherever they move. The state dict
-    holds the blocks and their format, and a state in another format is refused.
+    through to what goes in. Modules that are given the same blocks share them wherever they move.
 
     Args:
         weight: ``[N, K]``.
@@ -189,19 +211,6 @@ class QuantModule(BlockModule):
             blocks.data = moved.blocks
             self._hold("blocks", replace(moved, blocks=blocks))
         return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "spec"] = torch.tensor(list(in_file_order(self.spec).encode()), dtype=torch.uint8)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = state_dict.pop(prefix + "spec", None)
-        if given is not None or prefix + "blocks" in state_dict:
-            spec = None if given is None else bytes(given.tolist()).decode(errors="replace")
-            own = in_file_order(self.spec)
-            if spec != own:
-                raise ValueError(f"{type(self).__name__}: {prefix}blocks must be in {own}, got {spec}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         N, K = self.weight.shape

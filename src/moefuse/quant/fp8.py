@@ -51,6 +51,9 @@ def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = None
         raise ValueError(f"from_fp8: weight must have {rule}, got shape {list(weight.shape)}")
     if scale.device != weight.device:
         raise ValueError(f"from_fp8: scale must be on the weight's device {weight.device}, got {scale.device}")
+    pair = isinstance(block, (tuple, list)) and [type(size) for size in block] == [int, int]
+    if block is not None and not pair:
+        raise TypeError(f"from_fp8: block must be rows and columns, two ints, got {block!r}")
     numbers = scale.detach().float()
     if not numbers.is_meta and not numbers.isfinite().all():
         raise ValueError("from_fp8: scale must be finite, got NaN or infinity")
