@@ -104,7 +104,9 @@ def save_fp8(model: PreTrainedModel, folder: Path, scale_type: torch.dtype = tor
 STRATEGIES = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "group": (1, 128)}
 
 
-def save_by_strategy(model: PreTrainedModel, folder: Path, strategy: str, kept: str = "", scale: str = "_scale") -> None:
+def save_by_strategy(
+    model: PreTrainedModel, folder: Path, strategy: str, kept: str = "", scale: str = "_scale"
+) -> None:
     """Linear layers and experts in e4m3 as compressed-tensors and AutoFP8 write them; the numbers in ``numbers``.
 
     What has a name that the expression ``kept`` is found in stays as it is. Scales are named ``weight`` with ``scale``.

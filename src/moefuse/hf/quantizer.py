@@ -26,12 +26,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
-from transformers.utils import is_compressed_tensors_available, logging
-from transformers.utils.quantization_config import (
-    CompressedTensorsConfig,
-    QuantizationConfigMixin,
-    QuantizationMethod,
-)
+from transformers.utils import logging
+from transformers.utils import quantization_config as configs
+from transformers.utils.import_utils import is_compressed_tensors_available
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from moefuse.hf.experts import known_activation
 from moefuse.hf.gguf_experts import BlockExperts, dequantize, in_blocks
@@ -382,7 +380,9 @@ class _Released:
     def _leave(self, reason: str) -> None:
         """To transformers, which makes numbers of it."""
         if not hasattr(HfQuantizer, "serialized_names"):
-            raise ValueError(f"{reason}; this release of transformers loses scales of experts: pip install -U transformers")
+            raise ValueError(
+                f"{reason}; this release of transformers loses scales of experts: pip install -U transformers"
+            )
         _log.warning(f"{reason}; transformers makes numbers of it")
         self.quantization_config.dequantize = True
 
@@ -467,7 +467,7 @@ class _ReleasedFP8(_Released):
 class _ScalesAsMatrices(ConversionOps):
     """Scales of one expert as ``[n, k]``, so that those of gate and up can be put together as their rows are."""
 
-    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return {
             name: [scale if scale.dim() > 1 else scale.reshape(-1, 1) for scale in scales]
             for name, scales in input_dict.items()
@@ -486,8 +486,8 @@ class ReleasedFP8(_ReleasedFP8, FineGrainedFP8HfQuantizer):
         return None if block is None else (block[0], block[1])
 
 
-class CompressedConfig(CompressedTensorsConfig):
-    """That of compressed-tensors, whose package is needed only where transformers unpacks."""
+class CompressedTensorsConfig(configs.CompressedTensorsConfig):
+    """transformers' own, by whose name it is known, without the package that only its quantizer needs."""
 
     def __init__(self, **told: Any) -> None:
         self.told = told
@@ -497,14 +497,13 @@ class CompressedConfig(CompressedTensorsConfig):
         self.quantization_config, self.quant_method = None, QuantizationMethod.COMPRESSED_TENSORS
         self.dequantize = told.get("dequantize", not told.get("run_compressed", True))
 
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() if is_compressed_tensors_available() else dict(self.told)
+
     def schemes(self) -> list[dict[str, Any]]:
         """Of weights, one for each group of layers."""
         groups = (self.told.get("config_groups") or {}).values()
         return [dict(group.get("weights") or {}) if isinstance(group, dict) else {} for group in groups]
-
-
-# What transformers merges with what a user gave must have its name.
-CompressedConfig.__name__ = CompressedTensorsConfig.__name__
 
 
 class ReleasedCompressed(_ReleasedFP8, CompressedTensorsHfQuantizer):
@@ -515,7 +514,7 @@ class ReleasedCompressed(_ReleasedFP8, CompressedTensorsHfQuantizer):
         start(quantization_config, **options)
 
     @property
-    def serialized_names(self) -> Any:
+    def serialized_names(self) -> Any:  # type: ignore[override]  # a property of its parent, too
         return {"weight": ["weight", "weight_scale_inv"]} if self.taken else super().serialized_names
 
     def _block(self) -> tuple[int, int] | None:
@@ -651,6 +650,6 @@ class _about:
 
 def register() -> None:
     """Make our configuration known to transformers, and take over what it would unpack."""
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.update({NAME: MoefuseConfig, "compressed-tensors": CompressedConfig})
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.update({NAME: MoefuseConfig, "compressed-tensors": CompressedTensorsConfig})
     ours = {NAME: MoefuseQuantizer, "mxfp4": ReleasedMXFP4, "compressed-tensors": ReleasedCompressed}
     auto.AUTO_QUANTIZER_MAPPING.update(ours | {"fp8": ReleasedFP8, "mxfp8": ReleasedFP8})
