@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from families import tiny_model
 from packaging.version import Version
 from released_files import (
     STRATEGIES,
@@ -361,21 +362,30 @@ def test_scales_per_matrix(rng: torch.Generator) -> None:
     assert torch.equal(narrow, weight[0, :, :96].float() / 2)
 
 
-@pytest.mark.skipif(OLD, reason="FP4 experts came later")
-def test_deepseek_v4s_fp4(tmp_path: Path) -> None:
-    """Two numbers in a byte and a scale for 32, under the names that FP8 has."""
-    save_fp8(tiny("qwen3_moe"), tmp_path, torch.float8_e8m0fnu)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
-        N, K = tensors[name].shape
-        tensors[name] = torch.randint(-128, 128, (N, K // 2), dtype=torch.int8)
-        tensors[f"{name}_scale_inv"] = torch.randint(119, 123, (N, K // 32), dtype=torch.uint8).view(
-            torch.float8_e8m0fnu
-        )
+@pytest.mark.skipif(OLD, reason="the family came later")
+def test_deepseek_v4_as_it_is_released(tmp_path: Path) -> None:
+    """Experts in FP4, two numbers in a byte and a scale for 32, linear layers in FP8, tensors by its own names."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128, "head_dim": 32, "o_groups": 4}
+    tiny_model("deepseek_v4", **sizes).save_pretrained(tmp_path)
+    tensors = {name.removeprefix("model."): x for name, x in load_file(tmp_path / "model.safetensors").items()}
+    tensors["embed.weight"] = tensors.pop("embed_tokens.weight")
+    for name in [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]:
+        rows, columns = tensors[name].shape
+        scale = name.replace(".weight", ".scale")
+        if ".experts." in name:
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            tensors[scale] = torch.randint(119, 123, (rows, columns // 32), dtype=torch.uint8)
+        elif rows % 128 == columns % 128 == 0:
+            tensors[name] = (tensors[name] * 256).to(torch.float8_e4m3fn)
+            tensors[scale] = torch.randint(118, 121, (rows // 128, columns // 128), dtype=torch.uint8)
+        if scale in tensors:
+            tensors[scale] = tensors[scale].view(torch.float8_e8m0fnu)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     told = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     change_config(tmp_path, quantization_config=told)
     theirs, ours, ids = load(tmp_path, "eager"), load(tmp_path), tokens()
-    (experts, *_) = (module for module in ours.modules() if isinstance(module, BlockExperts))
-    assert experts.specs == {"gate_up": "MXFP4", "down": "MXFP4"}
+    assert _kinds(ours) == {"experts": {"MXFP4"}, "others": {"FP8"}}
     assert close(logits(ours, ids), logits(theirs, ids), TOLERANCE["MXFP4"])
+    moefuse.hf.dequantize(ours)
+    ours.set_experts_implementation("eager")
+    assert difference(logits(ours, ids), logits(theirs, ids).double()).worst < 1e-5
