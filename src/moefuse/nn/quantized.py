@@ -87,6 +87,14 @@ class ModuleWeight(QuantTensor):
     dtype: torch.dtype = torch.float32
     wanted: str = FILE
 
+    @property
+    def data(self) -> Tensor:
+        """What merging adapters would write to."""
+        raise AttributeError(
+            f"a weight in blocks ({self.format}) has no data to write to: adapters cannot be merged into it. Turn a "
+            "transformers model into numbers first, with moefuse.hf.dequantize"
+        )
+
 
 class QuantModule(BlockModule):
     """What modules with a weight in blocks share.
