@@ -68,6 +68,10 @@ class BlockExperts(BlockModule):
             else:
                 self.register_buffer(name, None if value is None else value.detach().to(dtype))
 
+    def _hold(self, name: str, weight: QuantTensor) -> None:
+        self._kept.pop(name, None)
+        super()._hold(name, weight)
+
     @property
     def stock(self) -> Any:
         """The module it stands for, without its weights."""

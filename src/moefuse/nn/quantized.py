@@ -38,6 +38,11 @@ class BlockModule(nn.Module):
         self.register_buffer(name, weight.blocks)
         self.specs[name] = weight.spec
 
+    def exactly_(self) -> None:
+        """Keep activations unrounded in products with the blocks, see `QuantTensor`."""
+        for name, weight in self._held().items():
+            self._hold(name, weight.exactly())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self._held()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
