@@ -24,7 +24,7 @@ from moefuse.hf import text
 from moefuse.hf.capture import Step
 
 sys.path.append(str(Path(__file__).parents[1] / "hf"))
-import released_files  # noqa: E402
+import released_files
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(30))]
 SIZES = {

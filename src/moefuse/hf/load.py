@@ -52,7 +52,7 @@ def load(
         return from_gguf(folder, dtype=dtype, device=device, exact=exact)
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
