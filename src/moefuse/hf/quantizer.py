@@ -445,6 +445,7 @@ class _ReleasedFP8(_Released):
         return f"its scales are for {block[1]} columns, ours for {ours}" if block and block[1] % ours else ""
 
     def _await(self, model: Any, files: _Files) -> None:
+        self.files = files
         _await_fp8(model, files, None if files.by_matrix() else self._block())
         # Activations and caches are not rounded to 8 bits, so that their scales are not needed.
         known = model._keys_to_ignore_on_load_unexpected  # a set; in older releases a list or None
@@ -459,23 +460,45 @@ class _ReleasedFP8(_Released):
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[misc]
         for one in updated if self.taken else ():
-            if isinstance(one, WeightConverter) and all(name.endswith("_scale_inv") for name in one.source_patterns):
+            if isinstance(one, WeightConverter):
                 one.operations.insert(0, _ScalesAsMatrices())
+                one.operations.insert(2, _PagesBack(self.files))  # experts have been stacked, and are put together next
         return updated
 
 
-class _ScalesAsMatrices(ConversionOps):
+class _AsItIs(ConversionOps):
+    """Leaves what is loaded as it is, and what is saved after that."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _AsItIs()
+
+    def __deepcopy__(self, memo: Any) -> ConversionOps:
+        return self  # there is a converter for each stack, and one list of files
+
+
+class _ScalesAsMatrices(_AsItIs):
     """Scales of one expert as ``[n, k]``, so that those of gate and up can be put together as their rows are."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return {
-            name: [scale if scale.dim() > 1 else scale.reshape(-1, 1) for scale in scales]
-            for name, scales in input_dict.items()
+            name: [part if part.dim() > 1 else part.reshape(-1, 1) for part in parts]
+            for name, parts in input_dict.items()
         }
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
+
+class _PagesBack(_AsItIs):
+    """Copies have been made: the pages of the files that they were made of are not needed any more."""
+
+    def __init__(self, files: _Files) -> None:
+        self.files = files
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        self.files.seen(sum(part.nbytes for part in input_dict.values() if isinstance(part, Tensor)))
+        return input_dict
 
 
 class ReleasedFP8(_ReleasedFP8, FineGrainedFP8HfQuantizer):
