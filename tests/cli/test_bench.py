@@ -161,7 +161,8 @@ def test_formats_beside_each_other(tmp_path: Path) -> None:
 def test_training_on_formats(tmp_path: Path) -> None:
     """Adapters on frozen blocks, each format beside its own numbers."""
     figures = tmp_path / "bench.json"
-    words = [*WHOLE, *QUICK, "--training", "--against", "none", "--weights", "Q4_K,Q8_0:exact", "--save", str(figures)]
+    formats = "Q4_K,Q8_0:exact,fp8"
+    words = [*WHOLE, *QUICK, "--training", "--against", "none", "--weights", formats, "--save", str(figures)]
     code, output = invoke(*words)
     assert code == 0, output
     for result in json.loads(figures.read_text()):

@@ -23,6 +23,9 @@ from moefuse.cli.run import _draw_load
 from moefuse.hf import text
 from moefuse.hf.capture import Step
 
+sys.path.append(str(Path(__file__).parents[1] / "hf"))
+import released_files
+
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(30))]
 SIZES = {
     "vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -480,21 +483,43 @@ def test_experts_into_blocks_while_loading(wide: Path) -> None:
     assert "a format must be one of Q4_K" in output
 
 
-def test_saved_blocks_and_fp8(wide: Path, tmp_path: Path) -> None:
-    sys.path.append(str(Path(__file__).parents[1] / "hf"))
-    from released_files import save_fp8
-
+@pytest.mark.parametrize("kind", ["fp8", "compressed", "mxfp4", "blocks"])
+def test_released_and_saved_in_blocks(kind: str, wide: Path, tmp_path: Path) -> None:
+    """Every kind of directory runs packed, and as transformers' own path computes with its numbers."""
     whole = Qwen3MoeForCausalLM.from_pretrained(wide)
-    save_fp8(whole, tmp_path / "fp8")
-    hf.quantize_(whole, "Q8_0", progress=False)
-    whole.save_pretrained(tmp_path / "blocks")
-    for name in ("fp8", "blocks"):
-        save_tokenizer(tmp_path / name)
-        code, output = invoke(tmp_path / name, "--prompt", "w3 w4", "--max-tokens", 3)
-        assert code == 0, output
-        assert "2 of 2 blocks patched" in output
-    code, output = invoke(tmp_path / "fp8", "--prompt", "w3 w4", "--max-tokens", 3, "--weights", "Q4_0")
+    if kind == "fp8":
+        released_files.save_fp8(whole, tmp_path)
+    elif kind == "compressed":
+        released_files.save_by_strategy(whole, tmp_path, "channel")
+        told = released_files.compressed(released_files.scheme("channel"))
+        released_files.change_config(tmp_path, quantization_config=told)
+    elif kind == "mxfp4":
+        released_files.save_mxfp4(released_files.tiny("gpt_oss", vocab_size=len(WORDS)), tmp_path)
+    else:
+        hf.quantize_(whole, "Q8_0", progress=False)
+        whole.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    code, output = invoke(tmp_path, "--prompt", "w3 w4", "--max-tokens", 3, "--dtype", "fp32", "--exact", "--compare")
     assert code == 0, output
+    assert "2 of 2 blocks patched" in output
+    assert float(output.split("largest logit difference ")[1].split(",")[0]) < 1e-4
+    if kind != "blocks":
+        code, output = invoke(tmp_path, "--prompt", "w3 w4", "--max-tokens", 3, "--weights", "Q4_0")
+        assert code == 0, output
+
+
+def test_directories_that_are_not_taken(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    int4 = released_files.compressed(released_files.scheme("group", "int", 4), format="pack-quantized")
+    for told, message in (
+        ({"quant_method": "nonsense"}, "is quantised by 'nonsense', which transformers cannot load"),
+        (int4, "compressed-tensors with int4 by group in pack-quantized is not FP8"),
+    ):
+        released_files.change_config(tmp_path, quantization_config=told)
+        code, output = invoke(tmp_path, "--prompt", "w3")
+        assert code == 2, output
+        assert message in output
 
 
 def test_a_gguf_file_has_its_formats(tmp_path: Path) -> None:

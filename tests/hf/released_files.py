@@ -1,6 +1,8 @@
 """Tiny models in the layouts in which they are released, written by transformers itself."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -40,6 +44,13 @@ def tiny(name: str, **sizes: object) -> PreTrainedModel:
             Qwen3MoeConfig(
                 **_SIZES | {"intermediate_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 2,
                 "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 3} | sizes
+            )
+        )  # fmt: skip
+    elif name == "mixtral":
+        model = MixtralForCausalLM(
+            MixtralConfig(
+                **_SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 64,
+                "num_local_experts": 4, "num_experts_per_tok": 2} | sizes
             )
         )  # fmt: skip
     else:
@@ -87,6 +98,57 @@ def save_fp8(model: PreTrainedModel, folder: Path, scale_type: torch.dtype = tor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     change_config(folder, quantization_config=told)
+
+
+#: what compressed-tensors calls the numbers that share a scale -> rows and columns; 0: all of them
+STRATEGIES = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "group": (1, 128)}
+
+
+def save_by_strategy(
+    model: PreTrainedModel, folder: Path, strategy: str, kept: str = "", scale: str = "_scale"
+) -> None:
+    """Linear layers and experts in e4m3 as compressed-tensors and AutoFP8 write them; the numbers in ``numbers``.
+
+    What has a name that the expression ``kept`` is found in stays as it is. Scales are named ``weight`` with ``scale``.
+    """
+    model.save_pretrained(folder)
+    tensors, numbers = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        numbers[name] = tensors[name] = value
+        if value.dim() < 2 or re.search("embed|lm_head|norm|gate.weight" + (kept and f"|{kept}"), name):
+            continue
+        rows, columns = (size or whole for size, whole in zip(STRATEGIES[strategy], value.shape, strict=True))
+        grid = (-(-value.shape[0] // rows), -(-value.shape[1] // columns))
+        padded = torch.zeros(grid[0] * rows, grid[1] * columns)
+        padded[: value.shape[0], : value.shape[1]] = value
+        blocks = padded.view(grid[0], rows, grid[1], columns)
+        scales = (blocks.abs().amax((1, 3)) / 448).bfloat16().float()
+        codes = (blocks / scales[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        made = (codes.float() * scales[:, None, :, None]).view(padded.shape)
+        numbers[name] = made[: value.shape[0], : value.shape[1]].contiguous()
+        tensors[name] = codes.view(padded.shape)[: value.shape[0], : value.shape[1]].contiguous()
+        tensors[name + scale] = scales.bfloat16() if strategy != "tensor" else scales.reshape(1)
+    (folder / "numbers").mkdir()
+    shutil.copy(folder / "config.json", folder / "numbers")
+    save_file(numbers, folder / "numbers" / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def scheme(strategy: str, type: str = "float", bits: int = 8, **other: object) -> dict[str, object]:
+    """Of a group of layers, as compressed-tensors writes it."""
+    rows, columns = STRATEGIES.get(strategy, (0, 0))
+    weights = {"num_bits": bits, "type": type, "symmetric": True, "strategy": strategy, "dynamic": False,
+               "group_size": columns if strategy == "group" else None,
+               "block_structure": [rows, columns] if strategy == "block" else None} | other  # fmt: skip
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+
+
+def compressed(*schemes: dict[str, object], format: str = "float-quantized", **other: object) -> dict[str, object]:
+    """A configuration of compressed-tensors."""
+    groups = {f"group_{i}": scheme for i, scheme in enumerate(schemes)}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups,
+            "format": format, "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None} | other  # fmt: skip
 
 
 def save_numbers(folder: Path, into: Path) -> None:

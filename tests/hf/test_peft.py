@@ -9,9 +9,12 @@ import torch
 from families import tiny_model
 from gguf_files import KINDS, make
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from released_files import save_fp8, tiny
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from moefuse.hf import dequantize, from_gguf, patch, unpatch
+from moefuse.hf import BlockExperts, dequantize, from_gguf, patch, unpatch
+from moefuse.nn import add_lora
 from moefuse.testing.compare import difference
 
 _UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -119,3 +122,32 @@ def test_adapters_on_linear_layers_in_blocks(tmp_path: Path) -> None:
     assert grads.keys() == want_grads.keys() == {f"{name[:-7]}.default.weight" for name in adapters}
     for name, want in want_grads.items():
         assert difference(grads[name], want.double(), whole=True).worst < 1e-4, name
+
+
+def test_merging_into_blocks_is_refused_and_into_their_numbers_exact(tmp_path: Path) -> None:
+    """Of a model released in FP8, with adapters on linear layers and beside experts."""
+    save_fp8(tiny("qwen3_moe"), tmp_path / "fp8")
+    options = {"dtype": torch.float32, "experts_implementation": "moefuse"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", **options)
+    # By name PEFT finds parameters alone, of which experts in blocks have none.
+    for modules, told in (([], pytest.raises(ValueError, match="no `target_parameters` found")),
+                          (["q_proj"], pytest.warns(RuntimeWarning, match="no parameter was matched"))):  # fmt: skip
+        with told:
+            get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=modules, target_parameters=[_UP, _DOWN]))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    for module in [module for module in adapted.modules() if isinstance(module, BlockExperts)]:
+        nn.init.normal_(add_lora(module, rank=4).down_b, std=0.1)
+    tokens = torch.randint(0, 97, (2, 6))
+    with torch.no_grad():
+        want = adapted(input_ids=tokens).logits
+        for merge in (adapted.merge_adapter, adapted.merge_and_unload, lambda: adapted.merge_adapter(safe_merge=True)):
+            with pytest.raises(AttributeError, match=r"cannot be merged into it.*moefuse\.hf\.dequantize"):
+                merge()
+        assert torch.equal(adapted(input_ids=tokens).logits, want), "nothing was touched"
+        dequantize(adapted)
+        merged = adapted.merge_and_unload()
+        assert difference(merged(input_ids=tokens).logits, want.double()).worst < 1e-5
+        merged.save_pretrained(tmp_path / "merged")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert difference(again(input_ids=tokens).logits, want.double()).worst < 1e-5

@@ -3,16 +3,29 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import families
 import pytest
 import torch
 import transformers
 from families import same_tensors
 from packaging.version import Version
-from released_files import change_config, save_fp8, save_mxfp4, save_numbers, tiny, tokens
+from released_files import (
+    STRATEGIES,
+    change_config,
+    compressed,
+    save_by_strategy,
+    save_fp8,
+    save_mxfp4,
+    save_numbers,
+    scheme,
+    tiny,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.utils import is_compressed_tensors_available, logging
 
 import moefuse.hf
 from moefuse.hf import BlockExperts
@@ -136,6 +149,120 @@ def test_a_dense_model_ignores_the_name(tmp_path: Path) -> None:
     assert logits(model, tokens()).isfinite().all()
 
 
+def _kinds(model: nn.Module) -> dict[str, set[str]]:
+    """What is in blocks, experts and others -> the formats."""
+    found: dict[str, set[str]] = {"experts": set(), "others": set()}
+    for module in model.modules():
+        if isinstance(module, BlockExperts):
+            found["experts"] |= {*module.specs.values()}
+        elif isinstance(module, QuantLinear):
+            found["others"].add(module.weight.format)
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_compressed_tensors(family: str, strategy: str, tmp_path: Path) -> None:
+    """Mixtral's down products have rows of 96, which fit no block; gate and up of 96 rows have a scale each."""
+    save_by_strategy(tiny(family), tmp_path, strategy, scale="_scale_inv" if family == "deepseek_v3" else "_scale")
+    change_config(tmp_path, quantization_config=compressed(scheme(strategy)))
+    ours, ids = load(tmp_path), tokens()
+    assert _kinds(ours) == {"experts": {"FP8"}, "others": {"FP8"}}
+    assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
+    ours.save_pretrained(tmp_path / "saved")
+    assert families.same_tensors(again := load(tmp_path / "saved"), ours)
+    assert close(logits(again, ids), logits(ours, ids), 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_autofp8(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """A scale for a matrix, another for its activations, and a configuration that does not tell of blocks."""
+    if OLD and shape == ():
+        pytest.skip("transformers cannot put such scales together")
+    save_by_strategy(tiny("mixtral", intermediate_size=128), tmp_path, "tensor")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name].reshape(shape)
+        tensors[name.replace("weight_scale", "input_scale")] = torch.rand(shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    told = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]}
+    change_config(tmp_path, quantization_config=told)
+    ours, ids = load(tmp_path), tokens()
+    assert _kinds(ours) == {"experts": {"FP8"}, "others": {"FP8"}}
+    assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kept", [r"layers.0.*experts", r"o_proj", r"down_proj", r"self_attn", r"layers.1"])
+def test_the_files_say_what_is_fp8(method: str, kept: str, tmp_path: Path) -> None:
+    """Whether lists in the configuration name it or not."""
+    named = ["model.layers.0.mlp.experts", "o_proj"]
+    save_by_strategy(tiny("qwen3_moe"), tmp_path, "block", kept)
+    told = compressed(scheme("block"), ignore=[*named, "re:.*attn"])
+    if method == "fp8":
+        told = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": named}
+    change_config(tmp_path, quantization_config=told)
+    ours, ids = load(tmp_path), tokens()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for path, module in ours.named_modules():
+        if isinstance(module, (nn.Linear, QuantLinear)):
+            assert isinstance(module, QuantLinear) == (tensors[f"{path}.weight"].dtype == torch.float8_e4m3fn), path
+    assert close(logits(ours, ids), logits(load(tmp_path / "numbers", "eager"), ids), 1e-5)
+    ours.save_pretrained(tmp_path / "saved")
+    assert families.same_tensors(again := load(tmp_path / "saved"), ours)
+    assert close(logits(again, ids), logits(ours, ids), 1e-5)
+
+
+OTHERS = {
+    "int4 by group in pack-quantized": compressed(scheme("group", "int", 4), format="pack-quantized"),
+    "int8 by channel in int-quantized": compressed(scheme("channel", "int"), format="int-quantized"),
+    "float4 by tensor_group in nvfp4-pack-quantized": compressed(
+        scheme("tensor_group", bits=4), format="nvfp4-pack-quantized"
+    ),
+    "float8 by group in mxfp8-quantized": compressed(scheme("group", group_size=32), format="mxfp8-quantized"),
+    "for 32 columns, ours for 128": compressed(scheme("group", group_size=32)),
+    "several kinds of scales: float8 by block, float8 by channel": compressed(scheme("channel"), scheme("block")),
+    "sparse weights in sparse-24-bitmask": compressed(
+        scheme("channel"), sparsity_config={"format": "sparse-24-bitmask"}
+    ),
+}
+
+
+@pytest.mark.skipif(is_compressed_tensors_available(), reason="transformers takes them")
+@pytest.mark.parametrize("reason", OTHERS)
+def test_other_schemes_are_named(reason: str, tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=OTHERS[reason])
+    with pytest.raises(ValueError, match=f"Qwen3MoeForCausalLM is not kept packed: .*{reason}.*compressed-tensors"):
+        load(tmp_path)
+    with pytest.raises(ImportError, match=r"compressed.tensors"):
+        load(tmp_path, "eager")
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp8"])
+def test_mxfp8_becomes_numbers(method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """32 numbers share a scale, which our blocks do not have: transformers' numbers, and a word about it."""
+    if OLD and method == "mxfp8":
+        pytest.skip("transformers does not know the name")
+    save_fp8(tiny("qwen3_moe"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        spread = tensors[name].repeat_interleave(128, 0).repeat_interleave(4, 1)
+        tensors[name] = spread.log2().ceil().add(127).to(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    change_config(tmp_path, quantization_config={"quant_method": method, "weight_block_size": [1, 32]})
+    logging.get_logger("transformers").addHandler(caplog.handler)
+    reason = "Qwen3MoeForCausalLM is not kept packed: its scales are for 32 columns, ours for 128"
+    if OLD:
+        with pytest.raises(ValueError, match=f"{reason}; this release of transformers loses scales"):
+            load(tmp_path)
+        return
+    ours, ids = load(tmp_path), tokens()
+    assert f"{reason}; transformers makes numbers of it" in caplog.text
+    assert _kinds(ours) == {"experts": set(), "others": set()}
+    assert difference(logits(ours, ids), logits(load(tmp_path, "eager"), ids).double()).worst < 1e-5
+
+
 Damage = Callable[[dict[str, Tensor]], None]
 
 
@@ -183,6 +310,23 @@ def test_damaged_scales_are_named(damage: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_types_that_do_not_belong(tmp_path: Path) -> None:
+    save_fp8(tiny("qwen3_moe"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expert, gate = "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.weight"
+    for change, message in (
+        ({expert: tensors[expert].bfloat16()}, r"experts\.gate_up_proj must be of one type in the files, got"),
+        ({_Q: tensors[_Q].to(torch.float8_e5m2)}, rf"{_Q} must be F8_E4M3 to be kept, got F8_E5M2"),
+        (
+            {gate: tensors[gate].to(torch.float8_e4m3fn), f"{gate}_scale_inv": torch.ones(1, 2)},
+            rf"{gate} is in FP8, and a Qwen3MoeTopKRouter has no place for that",
+        ),
+    ):
+        save_file(tensors | change, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+
+
 def test_an_experts_scales_cut_short(tmp_path: Path) -> None:
     save_fp8(tiny("qwen3_moe"), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -228,21 +372,30 @@ def test_scales_per_matrix(rng: torch.Generator) -> None:
     assert torch.equal(narrow, weight[0, :, :96].float() / 2)
 
 
-@pytest.mark.skipif(OLD, reason="FP4 experts came later")
-def test_deepseek_v4s_fp4(tmp_path: Path) -> None:
-    """Two numbers in a byte and a scale for 32, under the names that FP8 has."""
-    save_fp8(tiny("qwen3_moe"), tmp_path, torch.float8_e8m0fnu)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
-        N, K = tensors[name].shape
-        tensors[name] = torch.randint(-128, 128, (N, K // 2), dtype=torch.int8)
-        tensors[f"{name}_scale_inv"] = torch.randint(119, 123, (N, K // 32), dtype=torch.uint8).view(
-            torch.float8_e8m0fnu
-        )
+@pytest.mark.skipif(OLD, reason="the family came later")
+def test_deepseek_v4_as_it_is_released(tmp_path: Path) -> None:
+    """Experts in FP4, two numbers in a byte and a scale for 32, linear layers in FP8, tensors by its own names."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128, "head_dim": 32, "o_groups": 4}
+    families.tiny_model("deepseek_v4", **sizes).save_pretrained(tmp_path)
+    tensors = {name.removeprefix("model."): x for name, x in load_file(tmp_path / "model.safetensors").items()}
+    tensors["embed.weight"] = tensors.pop("embed_tokens.weight")
+    for name in [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]:
+        rows, columns = tensors[name].shape
+        scale = name.replace(".weight", ".scale")
+        if ".experts." in name:
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            tensors[scale] = torch.randint(119, 123, (rows, columns // 32), dtype=torch.uint8)
+        elif rows % 128 == columns % 128 == 0:
+            tensors[name] = (tensors[name] * 256).to(torch.float8_e4m3fn)
+            tensors[scale] = torch.randint(118, 121, (rows // 128, columns // 128), dtype=torch.uint8)
+        if scale in tensors:
+            tensors[scale] = tensors[scale].view(torch.float8_e8m0fnu)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     told = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     change_config(tmp_path, quantization_config=told)
     theirs, ours, ids = load(tmp_path, "eager"), load(tmp_path), tokens()
-    (experts, *_) = (module for module in ours.modules() if isinstance(module, BlockExperts))
-    assert experts.specs == {"gate_up": "MXFP4", "down": "MXFP4"}
+    assert _kinds(ours) == {"experts": {"MXFP4"}, "others": {"FP8"}}
     assert close(logits(ours, ids), logits(theirs, ids), TOLERANCE["MXFP4"])
+    moefuse.hf.dequantize(ours)
+    ours.set_experts_implementation("eager")
+    assert difference(logits(ours, ids), logits(theirs, ids).double()).worst < 1e-5

@@ -11,8 +11,7 @@ from torch import nn
 import moefuse.nn.quantized
 from moefuse import QuantTensor, quantize
 from moefuse.nn import QuantEmbedding, QuantLinear
-from moefuse.nn.quantized import interleave_
-from moefuse.nn.quantized import specs_in_bytes
+from moefuse.nn.quantized import interleave_, specs_in_bytes
 from moefuse.quant import arrange
 from moefuse.quant.arrange import PLANES
 from moefuse.quant.formats import FORMATS

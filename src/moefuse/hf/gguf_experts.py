@@ -68,6 +68,10 @@ class BlockExperts(BlockModule):
             else:
                 self.register_buffer(name, None if value is None else value.detach().to(dtype))
 
+    def _hold(self, name: str, weight: QuantTensor) -> None:
+        self._kept.pop(name, None)
+        super()._hold(name, weight)
+
     @property
     def stock(self) -> Any:
         """The module it stands for, without its weights."""
@@ -230,7 +234,7 @@ def dequantize(model: Any) -> None:
     """Give a model in blocks its own modules back, with numbers instead of blocks, in place.
 
     That takes the memory of the whole model in its type. It is for what computes with numbers only: transformers' own
-    implementations, ``save_pretrained``, training of experts.
+    implementations, ``save_pretrained``, training of experts, merging the adapters of a model that PEFT wrapped.
     """
     experts, matrices = block_experts(model), _quantized(model)
     if not experts and not matrices:
@@ -241,7 +245,8 @@ def dequantize(model: Any) -> None:
     for path, matrix in matrices.items():
         model.set_submodule(path, matrix.dequantized())
     model.tie_weights()
-    vars(model).pop("save_pretrained", None)
-    quantizer = vars(model).get("hf_quantizer")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vars(base).pop("save_pretrained", None)
+    quantizer = vars(base).get("hf_quantizer")
     if quantizer is not None:
-        quantizer.remove_quantization_config(model)
+        quantizer.remove_quantization_config(base)

@@ -12,6 +12,7 @@ from moefuse.hf.gguf import from_gguf
 from moefuse.hf.quantize import quantize_
 from moefuse.hf.quantizer import MoefuseConfig
 from moefuse.hf.register import NAME
+from moefuse.nn.quantized import BlockModule
 from moefuse.types import dtype_named
 
 
@@ -26,7 +27,7 @@ def load(
 ) -> tuple[Any, Any]:
     """A causal language model on our experts, in eval mode, and its tokenizer.
 
-    FP8 and MXFP4 checkpoints stay as they are released, models that were saved in blocks in their blocks.
+    FP8 and MXFP4 checkpoints stay as they are released, and models that were saved in blocks in their blocks.
 
     Args:
         path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it, or a GGUF file.
@@ -51,13 +52,18 @@ def load(
         return from_gguf(folder, dtype=dtype, device=device, exact=exact, arrange=_fits_twice(folder))
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # each tokenizer fails in its own way
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {_first_line(error)}") from error
     options: dict[str, Any] = {}
-    packed = "quantization_config" in json.loads((folder / "config.json").read_text())
+    told = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    packed = told is not None
+    # transformers only warns of a method that it does not know, and then loads packed bytes as numbers.
+    if packed and not AutoHfQuantizer.supports_quant_method(told):  # type: ignore[no-untyped-call]
+        raise ValueError(f"{folder} is quantised by {told.get('quant_method')!r}, which transformers cannot load")
     if parallel is not None:
         if packed or weights is not None:
             raise ValueError("weights in blocks are not split over ranks: give a model in numbers")
@@ -71,6 +77,9 @@ def load(
         raise ValueError(f"transformers cannot load {folder}: {_first_line(error)}") from error
     if weights is not None and packed:
         quantize_(model, weights, exact=exact)
+    for module in model.modules() if exact else ():
+        if isinstance(module, BlockModule):
+            module.exactly_()
     return (model.to(device) if parallel is None else model).eval(), tokenizer
 
 

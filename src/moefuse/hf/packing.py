@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.quant.arrange import FILE, wanted
 from moefuse.quant.encode import ENCODE, quantize
 from moefuse.quant.formats import FORMATS, format_of, plain_name
 from moefuse.quant.fp8 import from_fp8
@@ -175,23 +174,24 @@ def from_released_fp8(
 ) -> Weight:
     """FP8 ``[.., N, K]`` with its scales, in blocks, or as numbers where rows are no multiple of 128.
 
-    ``block`` is what the checkpoint's configuration says of the scales, ``dtype`` the type of numbers. ``halves``: gate
-    and up rows, whose scales were put together from those of each.
+    ``block`` is what the checkpoint's configuration says of the scales: rows and columns, or None for those of whole
+    rows ``[.., N, 1]`` or matrices ``[.., 1, 1]``, ``[.., 1]`` or ``[..]``. ``dtype`` is the type of numbers.
+    ``halves``: gate and up rows, whose scales were put together from those of each.
     """
-    N, K = weight.shape[-2:]
-    if halves and block is not None and N // 2 % block[0] and scale.shape[-2] == 2 * -(-N // 2 // block[0]):
-        pairs = zip(weight.chunk(2, -2), scale.chunk(2, -2), strict=True)
-        parts = [from_released_fp8(*pair, block, dtype) for pair in pairs]
-        blocks = [part.arranged(FILE).blocks for part in parts if isinstance(part, QuantTensor)]
-        if not blocks:
-            return torch.cat([part for part in parts if isinstance(part, Tensor)], -2)
-        joined = QuantTensor(torch.cat(blocks, -2), "FP8")
-        return joined.arranged(wanted(joined.blocks))
+    *lead, N, K = weight.shape
+    if scale.dim() < weight.dim():
+        scale = scale.reshape(*scale.shape[: len(lead)], -1, 1)
+    parts = 2 if halves else 1
+    n = scale.shape[-2]
+    if block is None and n not in (parts, N):
+        raise ValueError(f"scales must be one for a row or a matrix of {[N, K]}, got {list(scale.shape)}")
+    rows, columns = (N // n, K) if block is None else block
+    if N // parts % rows and n == parts * -(-N // parts // rows):
+        each = (part.repeat_interleave(rows, -2)[..., : N // parts, :] for part in scale.chunk(parts, -2))
+        scale, rows = torch.cat(tuple(each), -2), 1
     if K % FORMATS["FP8"].values == 0:
-        return from_fp8(weight, scale, None if block is None else (block[0], block[1]))
-    wide = scale.float()
-    if block is not None and scale.dim() == weight.dim():
-        wide = wide.repeat_interleave(block[0], -2)[..., :N, :].repeat_interleave(block[1], -1)[..., :K]
-        if wide.shape != weight.shape:
-            raise ValueError(f"scales must be one for {block[0]} x {block[1]} numbers, got {list(scale.shape)}")
+        return from_fp8(weight, scale, (rows, columns))
+    if tuple(scale.shape) != (*lead, -(-N // rows), -(-K // columns)):
+        raise ValueError(f"scales must be one for {rows} x {columns} numbers of {[N, K]}, got {list(scale.shape)}")
+    wide = scale.float().repeat_interleave(rows, -2)[..., :N, :].repeat_interleave(columns, -1)[..., :K]
     return (weight.float() * wide).to(dtype)

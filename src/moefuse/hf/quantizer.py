@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils import logging
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils import quantization_config as configs
+from transformers.utils.import_utils import is_compressed_tensors_available
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from moefuse.hf.experts import known_activation
 from moefuse.hf.gguf_experts import BlockExperts, dequantize, in_blocks
@@ -47,6 +54,12 @@ from moefuse.types import Weight
 _log: Any = logging.get_logger(__name__)
 # Bytes that arrive before the pages of their files are given back, and Linux's number for that.
 _OFTEN, _PAGEOUT = 2**26, 21
+
+#: what weights in FP8 are in safetensors, and FP4 with two numbers in a byte
+_PACKED = {"F8_E4M3", "I8"}
+#: how the scales of a weight are named beside it
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight", "_scale_inv", "_scale")
+_SCALE = re.compile(r"(weight_scale|weight_scale_inv|\.scale|qscale_weight|proj_scale_inv|proj_scale)$")
 
 #: what a module needs -> the parameters of a checkpoint that it is made of, by name, on the meta device
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -85,6 +98,41 @@ class _Files:
     def __init__(self, paths: Iterable[str | os.PathLike[str]] | None) -> None:
         self.paths = {os.path.realpath(path) for path in paths or ()}
         self.bytes = 0
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[str, list[int]]]:
+        """Name -> type, as safetensors names it, and shape, from the headers."""
+        found: dict[str, tuple[str, list[int]]] = {}
+        for path in sorted(self.paths):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                    part = file.get_slice(name)
+                    found[name] = part.get_dtype(), part.get_shape()
+        return found
+
+    def by_matrix(self) -> bool:
+        """Whether every scale of a weight is a single number."""
+        return all(math.prod(shape) == 1 for name, (_, shape) in self.tensors.items() if _SCALE.search(name))
+
+    def kinds(self, model: Any) -> dict[str, str]:
+        """Name of a tensor in the model -> its type in the files; of FP8 it is seen to that there are scales."""
+        conversions = get_model_conversion_mapping(model)
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        converters = [one for one in conversions if isinstance(one, WeightConverter)]
+        empty = model.state_dict()
+        kinds: dict[str, str] = {}
+        for name, (kind, _) in self.tensors.items():
+            if _SCALE.search(name) or name.endswith("_scale"):
+                continue
+            if kind in _PACKED and not any(name.removesuffix(".weight") + end in self.tensors for end in _SCALES):
+                raise ValueError(f"the checkpoint must have {name}_scale_inv, and it has not: it is damaged")
+            renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, empty)
+            renamed = name if renamed not in empty and name in empty else renamed
+            if kinds.setdefault(renamed, kind) != kind and {kinds[renamed], kind} & _PACKED:
+                raise ValueError(f"{renamed} must be of one type in the files, got {kinds[renamed]} and {kind}")
+            if kind.startswith("F8_") and kind not in _PACKED:
+                raise ValueError(f"{name} must be F8_E4M3 to be kept, got {kind}")
+        return kinds
 
     def seen(self, count: int) -> None:
         """Bytes have become blocks: now and then their pages are given back, which loses nothing, whoever has them."""
@@ -329,29 +377,47 @@ class _Released:
             self._validate()
 
     def _packed(self) -> bool:
-        return self.pre_quantized and not self.quantization_config.dequantize
-
-    def _takes(self, model: Any) -> bool:
-        named = model.config.get_text_config()._experts_implementation == NAME
-        return named and any(True for _ in on_interface(model))  # a dense model ignores the name
+        config = self.quantization_config  # run_compressed: in older releases, of compressed-tensors alone
+        return self.pre_quantized and not getattr(config, "dequantize", not getattr(config, "run_compressed", True))
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **options: Any) -> None:
-        self.taken = self._packed() and self._takes(model)
-        if self.taken:
-            self._await(model, _Files(checkpoint_files))
-            return
+        named = model.config.get_text_config()._experts_implementation == NAME
+        if named and self._packed() and any(True for _ in on_interface(model)):  # a dense model ignores the name
+            files = _Files(checkpoint_files)
+            reason = self._other(files)
+            if not reason:
+                self.taken = True
+                self._await(model, files)
+                return
+            self._leave(f"{type(model).__name__} is not kept packed: {reason}")
         if self._packed():
             self._validate()
-        self._before(model, checkpoint_files=checkpoint_files, **options)
+        super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **options)  # type: ignore[misc]
 
-    def _before(self, model: Any, **options: Any) -> None:
-        super()._process_model_before_weight_loading(model, **options)  # type: ignore[misc]
+    def _other(self, files: _Files) -> str:  # noqa: ARG002  # most need not look
+        """Why it is of a kind that we do not keep; empty where we do."""
+        return ""
+
+    def _leave(self, reason: str) -> None:
+        """To transformers, which makes numbers of it."""
+        if not hasattr(HfQuantizer, "serialized_names"):
+            raise ValueError(
+                f"{reason}; this release of transformers loses scales of experts: pip install -U transformers"
+            )
+        _log.warning(f"{reason}; transformers makes numbers of it")
+        self.quantization_config.dequantize = True
 
     def _await(self, model: Any, files: _Files) -> None:
         raise NotImplementedError
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         return mark(model) if self.taken else super()._process_model_after_weight_loading(model, **options)  # type: ignore[misc]
+
+    def get_load_operations(self) -> Any:
+        return {} if self.taken else super().get_load_operations()  # type: ignore[misc]
+
+    def get_weight_conversions(self) -> Any:
+        return [] if self.taken else super().get_weight_conversions()  # type: ignore[misc]
 
 
 class ReleasedMXFP4(_Released, Mxfp4HfQuantizer):  # type: ignore[misc]  # transformers is untyped
@@ -360,12 +426,6 @@ class ReleasedMXFP4(_Released, Mxfp4HfQuantizer):  # type: ignore[misc]  # trans
     def _await(self, model: Any, files: _Files) -> None:
         for path, stock in experts_of(model):
             _await_mxfp4(model, path, stock, files)
-
-    def get_load_operations(self) -> Any:
-        return {} if self.taken else super().get_load_operations()  # type: ignore[no-untyped-call]
-
-    def get_weight_conversions(self) -> Any:
-        return [] if self.taken else super().get_weight_conversions()  # type: ignore[no-untyped-call]
 
 
 def _await_mxfp4(model: Any, path: str, stock: Any, files: _Files) -> None:
@@ -393,64 +453,207 @@ def _await_mxfp4(model: Any, path: str, stock: Any, files: _Files) -> None:
     Arriving(model, path, groups, make, _finish_experts(stock), files)
 
 
-class ReleasedFP8(_Released, FineGrainedFP8HfQuantizer):
-    """DeepSeek-V3, Qwen3 and others as they are released in FP8; linear layers stay in it, too."""
+class _ReleasedFP8(_Released):
+    """Files of FP8 of any kind: they say themselves what is FP8, however the configuration names the rest."""
 
-    def _takes(self, model: Any) -> bool:
-        block = self.quantization_config.weight_block_size
-        return super()._takes(model) and (block is None or list(block)[1] % format_of("FP8").values == 0)
+    def _block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: a whole row or matrix."""
+        raise NotImplementedError
+
+    def _other(self, files: _Files) -> str:  # noqa: ARG002
+        block = self._block()
+        ours = format_of("FP8").values
+        return f"its scales are for {block[1]} columns, ours for {ours}" if block and block[1] % ours else ""
 
     def _await(self, model: Any, files: _Files) -> None:
-        stocks, found = dict(model.named_modules()), dict(experts_of(model))
-        self._before(model)  # FP8 modules of transformers, which have the parameters that checkpoints have
-        for path, module in list(model.named_modules()):
-            if isinstance(module, FP8Experts):
-                _await_fp8_experts(model, path, found[path], module, files)
-            elif isinstance(module, FP8Linear):
-                _await_fp8_linear(model, path, stocks[path], module, files)
+        self.files = files
+        _await_fp8(model, files, None if files.by_matrix() else self._block())
+        # Activations and caches are not rounded to 8 bits, so that their scales are not needed.
+        known = model._keys_to_ignore_on_load_unexpected  # a set; in older releases a list or None
+        ignored = (*(known or ()), r"\.(input|output|activation|q|k|v)_scale$")
+        model._keys_to_ignore_on_load_unexpected = set(ignored) if isinstance(known, set) else list(ignored)
+
+    def get_weight_conversions(self) -> Any:
+        if not self.taken:
+            return super().get_weight_conversions()
+        return [WeightRenaming(r"weight_scale$", "weight_scale_inv")]  # as compressed-tensors and AutoFP8 have it
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[misc]
+        for one in updated if self.taken else ():
+            if isinstance(one, WeightConverter):
+                one.operations.insert(0, _ScalesAsMatrices())
+                one.operations.insert(2, _PagesBack(self.files))  # experts have been stacked, and are put together next
+        return updated
 
 
-def _await_fp8_experts(model: Any, path: str, stock: Any, empty: Any, files: _Files) -> None:
+class _AsItIs(ConversionOps):
+    """Leaves what is loaded as it is, and what is saved after that."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _AsItIs()
+
+    def __deepcopy__(self, memo: Any) -> ConversionOps:
+        return self  # there is a converter for each stack, and one list of files
+
+
+class _ScalesAsMatrices(_AsItIs):
+    """Scales of one expert as ``[n, k]``, so that those of gate and up can be put together as their rows are."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return {
+            name: [part if part.dim() > 1 else part.reshape(-1, 1) for part in parts]
+            for name, parts in input_dict.items()
+        }
+
+
+class _PagesBack(_AsItIs):
+    """Copies have been made: the pages of the files that they were made of are not needed any more."""
+
+    def __init__(self, files: _Files) -> None:
+        self.files = files
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        self.files.seen(sum(part.nbytes for part in input_dict.values() if isinstance(part, Tensor)))
+        return input_dict
+
+
+class ReleasedFP8(_ReleasedFP8, FineGrainedFP8HfQuantizer):
+    """DeepSeek-V3, Qwen3 and others as they are released in FP8; linear layers stay in it, too."""
+
+    def _block(self) -> tuple[int, int] | None:
+        block = self.quantization_config.weight_block_size
+        return None if block is None else (block[0], block[1])
+
+
+class CompressedTensorsConfig(configs.CompressedTensorsConfig):
+    """transformers' own, by whose name it is known, without the package that only its quantizer needs."""
+
+    def __init__(self, **told: Any) -> None:
+        self.told = told
+        if is_compressed_tensors_available():
+            super().__init__(**told)
+            return
+        self.quantization_config, self.quant_method = None, QuantizationMethod.COMPRESSED_TENSORS
+        self.dequantize = told.get("dequantize", not told.get("run_compressed", True))
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() if is_compressed_tensors_available() else dict(self.told)
+
+    def schemes(self) -> list[dict[str, Any]]:
+        """Of weights, one for each group of layers."""
+        groups = (self.told.get("config_groups") or {}).values()
+        return [dict(group.get("weights") or {}) if isinstance(group, dict) else {} for group in groups]
+
+
+class ReleasedCompressed(_ReleasedFP8, CompressedTensorsHfQuantizer):
+    """FP8 as compressed-tensors has it: a scale for a row, a matrix or a block, without its package."""
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        start = super().__init__ if is_compressed_tensors_available() else functools.partial(HfQuantizer.__init__, self)
+        start(quantization_config, **options)
+
+    @property
+    def serialized_names(self) -> Any:  # type: ignore[override]  # a property of its parent, too
+        return {"weight": ["weight", "weight_scale_inv"]} if self.taken else super().serialized_names
+
+    def _block(self) -> tuple[int, int] | None:
+        first = self.quantization_config.schemes()[0]
+        if first["strategy"] == "block":
+            rows, columns = first["block_structure"]
+            return rows, columns
+        return (1, first["group_size"]) if first["strategy"] == "group" else None
+
+    def _other(self, files: _Files) -> str:
+        told, schemes = self.quantization_config.told, self.quantization_config.schemes()
+        kinds = {f"{one.get('type')}{one.get('num_bits')} by {one.get('strategy')}" for one in schemes}
+        format = told.get("format")
+        strategies = ("tensor", "channel", "block", "group")
+        if format not in ("float-quantized", "naive-quantized") or kinds - {f"float8 by {one}" for one in strategies}:
+            return f"compressed-tensors with {', '.join(sorted(kinds))} in {format} is not FP8"
+        if len(kinds) > 1:
+            return f"compressed-tensors with several kinds of scales: {', '.join(sorted(kinds))}"
+        if (told.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            return f"compressed-tensors with sparse weights in {told['sparsity_config']['format']}"
+        return super()._other(files)
+
+    def _leave(self, reason: str) -> None:
+        if not is_compressed_tensors_available():
+            raise ValueError(f"{reason}; transformers makes numbers of it with pip install compressed-tensors")
+        _log.warning(f"{reason}; transformers makes numbers of it")
+
+
+def _await_fp8(model: Any, files: _Files, block: tuple[int, int] | None) -> None:
+    """Experts, linear layers and embeddings whose weights the files have in FP8, or in FP4 as DeepSeek-V4 has it."""
+    kinds = files.kinds(model)
+    packed = {name for name, kind in kinds.items() if kind in _PACKED}
+    experts = dict(experts_of(model))
+    for path, module in list(model.named_modules()):
+        own = {f"{path}.{name}" for name in names_of(module).values()} if path in experts else {f"{path}.weight"}
+        if not own & packed:
+            continue
+        if path in experts:
+            _await_fp8_experts(model, path, module, packed, block, files)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            _await_fp8_matrix(model, path, module, block, files)
+        else:
+            continue
+        packed -= own
+    for name in sorted(packed & model.state_dict().keys()):
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        raise ValueError(f"{name} is in FP8, and a {kind} has no place for that: only experts and linear layers have")
+
+
+def _await_fp8_experts(
+    model: Any, path: str, stock: Any, packed: set[str], block: tuple[int, int] | None, files: _Files
+) -> None:
     names, shapes = names_of(stock), shapes_of(stock)
-    parameters = dict(empty.named_parameters(recurse=False))
-    groups = {
-        name: {key: value for key, value in parameters.items() if key == own or key.startswith(f"{own}_")}
-        for name, own in names.items()
-    }
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, own in names.items():
+        groups[name] = {own: getattr(stock, own)}
+        if f"{path}.{own}" in packed:
+            groups[name] = _with_scale(own, shapes[name])
 
     def make(name: str, parts: dict[str, Tensor]) -> Any:
-        weight, scale = parts[names[name]], parts[f"{names[name]}_scale_inv"]
-        E, N, K = shapes[name]
+        if len(parts) == 1:
+            return in_our_layout(stock, name, parts[names[name]])
+        weight, scale = parts.values()
         with _about(f"{path}.{names[name]}"):
             if weight.dtype == torch.int8:  # FP4, two numbers in a byte
                 made: Any = from_mxfp4(weight, scale, functools.partial(in_halves, stock, name))
             else:
                 gated = stock.has_gate and name == "gate_up"
-                made = from_released_fp8(weight, scale, empty.block_size, stock.down_proj.dtype, halves=gated)
-            if made.shape != (E, N, K):
-                raise ValueError(f"the model has {[E, N, K]}, got {list(made.shape)}")
+                made = from_released_fp8(weight, scale, block, stock.down_proj.dtype, halves=gated)
+            if made.shape != shapes[name]:
+                raise ValueError(f"the model has {list(shapes[name])}, got {list(made.shape)}")
             _tell_of_numbers(made)
         return made
 
     Arriving(model, path, groups, make, _finish_experts(stock), files)
 
 
-def _await_fp8_linear(model: Any, path: str, stock: Any, empty: Any, files: _Files) -> None:
-    groups = {"weight": {name: value for name, value in empty.named_parameters(recurse=False) if name != "bias"}}
-    if empty.bias is not None:
-        groups["bias"] = {"bias": empty.bias}
+def _await_fp8_matrix(model: Any, path: str, stock: Any, block: tuple[int, int] | None, files: _Files) -> None:
+    groups = {"weight": _with_scale("weight", stock.weight.shape)}
+    if getattr(stock, "bias", None) is not None:
+        groups["bias"] = {"bias": stock.bias}
     dtype = stock.weight.dtype
+    # What computes in its own way, or shares its weight with the output layer, has numbers.
+    plain = type(stock) in (nn.Linear, nn.Embedding) and stock is not model.get_input_embeddings()
 
     def make(name: str, parts: dict[str, Tensor]) -> Any:
         if name == "bias":
             return nn.Parameter(parts[name].to(dtype), requires_grad=False)
-        weight, scale = parts["weight"], parts["weight_scale_inv"]
+        weight, scale = parts.values()
         with _about(f"{path}.weight"):
             if weight.shape != stock.weight.shape:
                 raise ValueError(f"the model has {list(stock.weight.shape)}, got {list(weight.shape)}")
-            made = from_released_fp8(weight, scale, empty.block_size, dtype)
+            made = from_released_fp8(weight, scale, block, dtype)
             _tell_of_numbers(made)
-        return made if isinstance(made, Tensor) or type(stock) is nn.Linear else made.dequantize(dtype)
+        return made if isinstance(made, Tensor) or plain else made.dequantize(dtype)
 
     def finish(tensors: dict[str, Any]) -> nn.Module:
         if "bias" in tensors:
@@ -461,6 +664,12 @@ def _await_fp8_linear(model: Any, path: str, stock: Any, empty: Any, files: _Fil
         return stock  # type: ignore[no-any-return]
 
     Arriving(model, path, groups, make, finish, files)
+
+
+def _with_scale(name: str, shape: Iterable[int]) -> dict[str, Tensor]:
+    """A weight in FP8 and its scales, whose shape and type are the file's."""
+    weight = torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device="meta")
+    return {name: weight, f"{name}_scale_inv": torch.empty((), device="meta")}
 
 
 def _tell_of_numbers(made: Weight) -> None:
@@ -485,5 +694,6 @@ class _about:
 
 def register() -> None:
     """Make our configuration known to transformers, and take over what it would unpack."""
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = MoefuseConfig
-    auto.AUTO_QUANTIZER_MAPPING.update({NAME: MoefuseQuantizer, "mxfp4": ReleasedMXFP4, "fp8": ReleasedFP8})
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.update({NAME: MoefuseConfig, "compressed-tensors": CompressedTensorsConfig})
+    ours = {NAME: MoefuseQuantizer, "mxfp4": ReleasedMXFP4, "compressed-tensors": ReleasedCompressed}
+    auto.AUTO_QUANTIZER_MAPPING.update(ours | {"fp8": ReleasedFP8, "mxfp8": ReleasedFP8})

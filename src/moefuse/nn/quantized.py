@@ -40,6 +40,11 @@ class BlockModule(nn.Module):
         self.register_buffer(name, weight.blocks)
         self.specs[name] = weight.spec
 
+    def exactly_(self) -> None:
+        """Keep activations unrounded in products with the blocks, see `QuantTensor`."""
+        for name, weight in self._held().items():
+            self._hold(name, weight.exactly())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self._held()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -129,6 +134,14 @@ class ModuleWeight(QuantTensor):
 
     dtype: torch.dtype = torch.float32
     wanted: str = FILE
+
+    @property
+    def data(self) -> Tensor:
+        """What merging adapters would write to."""
+        raise AttributeError(
+            f"a weight in blocks ({self.format}) has no data to write to: adapters cannot be merged into it. Turn a "
+            "transformers model into numbers first, with moefuse.hf.dequantize"
+        )
 
 
 class QuantModule(BlockModule):

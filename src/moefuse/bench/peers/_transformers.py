@@ -33,7 +33,7 @@ class TransformersPeer:
 
     def unsuitable(self, shape: Shape, device: torch.device) -> str | None:  # noqa: ARG002  # it runs on any
         if shape.weights is not None:
-            return f"transformers has no experts in {' and '.join(dict.fromkeys(shape.weights))}"
+            return f"transformers has no experts in {' and '.join(dict.fromkeys(shape.weights))} without the hub"
         if _is_gpt_oss(shape) or (shape.activation in _HIDDEN_ACT and shape.layout == "halves" and not shape.bias):
             return None
         return f"transformers has no experts like {shape.describe()}"
