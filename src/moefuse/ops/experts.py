@@ -11,6 +11,7 @@ from torch import Tensor
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import masked_weights, widen
 from moefuse.ops._core.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, check_weight
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.library import Gradients, Rule, define, define_kernel
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
@@ -77,6 +78,7 @@ def experts(
     """
     stacks = stacks_of("experts", gate_up, down, gate_up_bias, down_bias, layout)
     tail = Tail(shared, shared_gate, shared_logit, residual, norm_weight, eps)
+    backend = asked(backend)
     values = (x, ids, weights, *stacks, activation, *tail, out, normed_out)
     call = replay.lookup("experts", backend, values) if plan is None else None
     known = call is not None and call.record is not None

@@ -183,7 +183,7 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
+def call_op(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     result = getattr(moefuse, op)(**inputs, backend=backend)
     if isinstance(result, moefuse.Plan):
         return result.tensors
@@ -207,7 +207,7 @@ def _with_gradients(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Gradients of every floating input for a random (or the given) gradient of every result, in a strange form."""
     inputs = {name: map_tensors(value, _leaf) for name, value in inputs.items()}
-    outputs = _differentiable(_call(op, inputs, backend))
+    outputs = _differentiable(call_op(op, inputs, backend))
     if grad_outputs is None:
         rng = torch.Generator().manual_seed(1)
         grad_outputs = [torch.randn(t.shape, generator=rng).to(t) for t in outputs]
@@ -270,9 +270,9 @@ def run(
     if strange is not None:
         made, here = strange.change(made), strange.change(here)
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
-    want = _call(case.op, wide, backends.REFERENCE)
+    want = call_op(case.op, wide, backends.REFERENCE)
     with poisoned():
-        got = _call(case.op, here, backend)
+        got = call_op(case.op, here, backend)
     if gradients and case.gradients and dtype == torch.float32:
         form = strange.form if strange is not None and strange.argument == GRADIENT else None
         goal, grad_outputs = _with_gradients(case.op, wide, backends.REFERENCE, None, form)
