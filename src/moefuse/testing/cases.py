@@ -8,6 +8,7 @@ strange forms: one of its tensors lies in memory as a user's may, see `moefuse.t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -183,8 +184,14 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def _mode(backend: str) -> AbstractContextManager[None]:
+    """Plain torch, which all else is held to, runs outside `moefuse.invariant` alone."""
+    return moefuse.invariant(False) if backend == backends.REFERENCE else nullcontext()
+
+
 def call_op(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
-    result = getattr(moefuse, op)(**inputs, backend=backend)
+    with _mode(backend):
+        result = getattr(moefuse, op)(**inputs, backend=backend)
     if isinstance(result, moefuse.Plan):
         return result.tensors
     results = result if isinstance(result, tuple) else (result,)
@@ -215,7 +222,8 @@ def _with_gradients(
     given = [s.to(t) for s, t in zip(grad_outputs, outputs, strict=True)]
     if form is not None:
         given = [FORMS[form](t) for t in given]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
+    with _mode(backend):
+        grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
     named = zip(leaves, grads, strict=True)
     return {f"gradient of {name}": grad for name, grad in named if grad is not None}, grad_outputs
 

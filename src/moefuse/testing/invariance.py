@@ -8,6 +8,7 @@ the bits that it has alone. That covers every cut of tokens into batches: the pi
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -339,16 +340,15 @@ def comparisons(
     for backend, device in targets:
         row = backends.find(backend)
         slow = row is not None and device in row.emulated()
+        rows = most or (20 if slow else 130)
         for dtype in dtypes:
             here = [case for case in cases_for(backend, device, cases) if dtype in dtypes_of(case, backend)]
             if not here:
                 continue
             order = torch.randperm(len(here), generator=torch.Generator().manual_seed(seed)).tolist()
-            subjects: dict[int, Subject] = {}
+            subject = functools.cache(lambda i, h=here, t=dtype, b=backend, d=device: Subject(h[i], t, b, d, seed))
             for number, which in zip(range(batches), itertools.cycle(order), strict=False):
-                yield lambda n=number, i=which, h=here, s=subjects, t=dtype, b=backend, d=device, m=most or (  # type: ignore[misc]
-                    20 if slow else 130
-                ): _one(s.setdefault(i, Subject(h[i], t, b, d, seed)), seed, n, m, threads)
+                yield lambda n=number, i=which, s=subject, m=rows: _one(s(i), seed, n, m, threads)  # type: ignore[misc]
 
 
 def _one(subject: Subject, seed: int, number: int, most: int, threads: int) -> Comparison:
