@@ -19,6 +19,7 @@ from moefuse import attend, linear, rope
 from moefuse.hf.cache import StepLayer
 from moefuse.nn.quantized import weight_of
 from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same
+from moefuse.ops._core.invariance import is_invariant
 from moefuse.quant.tensor import QuantTensor
 
 #: rows from which on a product on a GPU is torch's
@@ -130,7 +131,8 @@ def _products(rows: Tensor, modules: tuple[Any, ...], residual: Tensor | None = 
     """
     weights: tuple[Any, ...] = tuple(map(weight_of, modules))
     biases = tuple(module.bias for module in modules)
-    if rows.is_cuda and rows.shape[0] > _PROMPT_ROWS and not any(isinstance(w, QuantTensor) for w in weights):
+    many = rows.is_cuda and rows.shape[0] > _PROMPT_ROWS and not is_invariant()
+    if many and not any(isinstance(w, QuantTensor) for w in weights):
         if residual is None:
             return tuple(map(nn.functional.linear, itertools.repeat(rows), weights, biases))
         if biases == (None,):

@@ -189,6 +189,18 @@ def _weigh(selected: Tensor, scale: Tensor | float, routing: Routing) -> tuple[T
     return shares, scaled, scaled / _divisor(scaled, None)[0] if routing.renormalize_after_scale else scaled
 
 
+def weights_at(logits: Tensor, ids: Tensor, routing: Routing, per_expert_scale: Tensor | None = None) -> Tensor:
+    """The weights ``[T, top_k]`` of given experts, whoever chose them, in plain torch, which differentiates it.
+
+    An id outside ``[0, E)`` has weight 0.
+    """
+    live = (ids >= 0) & (ids < logits.shape[1])
+    slots = torch.where(live, ids, 0).long()
+    selected = _scores(_exactly(widen(logits)), routing).gather(1, slots).masked_fill(~live, 0)
+    weights = _weigh(selected, _scale_of(slots, per_expert_scale, routing), routing)[-1]
+    return weights.masked_fill(~live, 0).to(widen(logits).dtype)
+
+
 def _through_divisor(grad: Tensor, values: Tensor, floor: float | None) -> Tensor:
     """Gradient of ``values`` divided by `_divisor`."""
     total, true = _divisor(values, floor)
