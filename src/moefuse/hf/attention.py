@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moefuse import attend, linear, rope
 from moefuse.hf.cache import StepLayer
 from moefuse.nn.quantized import weight_of
-from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same
+from moefuse.nn.recognize import NotRecognized, hollow, probing, random_weight, same
 from moefuse.ops._core.invariance import is_invariant
 from moefuse.quant.tensor import QuantTensor
 
@@ -68,7 +68,7 @@ def _parts(module: Any) -> tuple[int, str | None]:
     return D, "head" if all(children[name].weight.shape == (D,) for name in _NORMS) else "row"
 
 
-@one_thread()
+@probing()
 def attention_of(module: nn.Module) -> AttentionRule:
     """Recognise an attention module; raises `NotRecognized` with what stands in the way."""
     D, norms = _parts(module)
