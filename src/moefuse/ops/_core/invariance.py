@@ -71,6 +71,8 @@ def is_invariant() -> bool:
 
 def asked(backend: str | None) -> str | None:
     """A choice of backend with the mode that a call made now has."""
+    if _on is False:  # most calls
+        return backend
     if not is_invariant() or not isinstance(backend, (str, type(None))) or apart(backend)[1]:
         return backend
     return f"{backend or ''}{_MARK}"
