@@ -400,4 +400,5 @@ def test_hoppers_product_takes_every_number_of_rows_or_none(monkeypatch: pytest.
 
         assert {takes(T) for T in (1, 60, 4000)} == ({False, True} if whole else {False})
         assert {backends.invariantly(takes)(T) for T in (1, 60, 4000)} == {whole}
+        assert not backends.invariantly(takes)(0)
     assert not backends.invariantly(hopper.decodes_ahead)(1e6, 256, "Q4_K")

@@ -753,7 +753,7 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     load = out.shape[0] / max(1, E)
     if blocks and w.exact:  # the other way for few rows gains by rounding
         load += SWAP_AB_ROWS_IN_BLOCKS
-    if backends.invariant():
+    if backends.invariant() and out.shape[0]:
         load = math.inf  # it serves every number of rows, or none
     if not fits(load, E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
