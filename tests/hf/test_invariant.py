@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny_model
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -139,3 +140,25 @@ def test_a_sliding_window_and_plain_weights(implementation: str) -> None:
     whole = model(tokens).logits
     for i in range(6):
         assert torch.equal(model(tokens[i : i + 1, : 20 - i]).logits[0], whole[i, : 20 - i])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe"])
+def test_families_whose_layers_are_all_ours(family: str) -> None:
+    """Up to the last norm, padded on the left; and near to what the same model gives outside."""
+    model: Any = tiny_model(family).eval()
+    moefuse.hf.patch(model)
+    tokens, mask = torch.randint(97, (5, 17)), torch.ones(5, 17, dtype=torch.long)
+    mask[0, :6] = mask[1, :3] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def hidden(tokens: Tensor, **options: Tensor) -> Tensor:
+        return model.model(tokens, **options).last_hidden_state
+
+    with torch.no_grad():
+        plain = hidden(tokens, attention_mask=mask, position_ids=places)
+        with moefuse.invariant():
+            whole = hidden(tokens, attention_mask=mask, position_ids=places)
+            for i, length in enumerate(mask.sum(-1).tolist()):
+                assert torch.equal(hidden(tokens[i : i + 1, 17 - length :])[0], whole[i, 17 - length :]), i
+    seen = mask.bool()
+    assert (whole - plain)[seen].abs().max() < 5e-6 * plain[seen].abs().max()

@@ -78,12 +78,13 @@ _ACCURATE = _SMALL | {"experts/decode", "gate/one_token", "linear/one_token", "l
 def test_the_one_path_is_as_exact_as_the_others(target: tuple[str, str], drawn_seed: int) -> None:
     if target == TRITON and not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("no card, no interpreter")
-    wanted = _ACCURATE - ({"experts/messy", "moe/qwen3", "gate/norm"} if target == TRITON and INTERPRETED else set())
+    slow = target == TRITON and INTERPRETED
+    wanted = {"experts/decode", "gate/one_token", "linear/one_token", "attend/mask"} if slow else _ACCURATE
     with simulated(), moefuse.invariant():
         for case in cases.CASES:
             if case.id not in wanted or torch.float32 not in cases.dtypes_of(case, target[0]):
                 continue
-            trains = target != METAL or case.op in ("glu", "combine")
+            trains = not slow and (target != METAL or case.op in ("glu", "combine"))
             outcome = cases.run(case, torch.float32, *target, drawn_seed, gradients=trains)
             assert outcome.passed, outcome.describe()
 
