@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 #: section -> the seconds that each of its jobs may take
-SECTIONS = {"cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "sanitize": 420}
+SECTIONS = {
+    "cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "invariant": 420, "sanitize": 420,
+}  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 #: processes for the case table of one dtype (float32 with blocks compiles for minutes), and for one sanitizer
@@ -409,9 +411,25 @@ def many_rows(T: int, dtype: Any, spec: str | None) -> str | None:
     return close("out", have, want, 1e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
+def invariant(arguments: dict[str, str]) -> Iterator[Check]:
+    """Batches of which each row must have the bits that its token has alone, inside moefuse.invariant."""
+    import torch
+
+    from moefuse.testing.cases import CASES
+    from moefuse.testing.invariance import comparisons
+
+    options: dict[str, Any] = {"dtypes": [getattr(torch, arguments["dtype"])]}
+    if "only" in arguments:
+        options["cases"] = [case for case in CASES if case.id in arguments["only"].split(",")]
+    for number, call in enumerate(
+        comparisons([("triton", device())], int(arguments["batches"]), int(arguments["seed"]), **options)
+    ):
+        yield f"batch {number}", lambda call=call: told(call())
+
+
 CHECKS: dict[str, Callable[[dict[str, str]], Iterator[Check]]] = {
     "cases": table, "strange": table, "compile": compiled, "generate": generated, "graphs": graphs, "hopper": hopper,
-    "sanitize": table,
+    "invariant": invariant, "sanitize": table,
 }  # fmt: skip
 
 
@@ -472,6 +490,11 @@ def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
                     if section == "strange":
                         arguments["strange"] = "1"
                     yield Job(section, f"{section}-{dtype}-{part}", arguments)
+    if "invariant" in sections:
+        for dtype in dtypes:
+            for seed in range(1 if dry else 4):
+                arguments = {"dtype": dtype, "batches": "4" if dry else "250", "seed": str(seed), **few}
+                yield Job("invariant", f"invariant-{dtype}-{seed}", arguments)
     if "sanitize" in sections and not dry:
         for tool in CLEAN:
             for part in range(SANITIZED_SLICES):

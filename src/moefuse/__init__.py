@@ -3,6 +3,7 @@
 Importing this package loads torch and nothing else that is heavy: no compiler, no triton, no transformers.
 """
 
+from moefuse.ops._core.invariance import invariant
 from moefuse.ops.attend import attend
 from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
@@ -33,6 +34,7 @@ __all__ = [
     "glu",
     "grouped_linear",
     "grouped_outer",
+    "invariant",
     "linear",
     "moe",
     "plan",

@@ -3,6 +3,7 @@
 =====================  =======================================================================
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
+MOEFUSE_INVARIANT      1: as if the whole program ran inside ``moefuse.invariant()``
 MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avx2 or portable
 MOEFUSE_IK_LLAMA       libggml.so of ik_llama.cpp, for ``moefuse bench --against ik-llama``
 CXX                    compiler of the Metal simulator; default g++
@@ -34,6 +35,14 @@ OPTIONAL = {"triton": ">=3.6,<3.10", "transformers": ">=5.7,<6", "gguf": ">=0.18
 def backend() -> str | None:
     """The backend forced by the environment, if any; asked once, for every op's sake (2 us a time)."""
     return os.environ.get("MOEFUSE_BACKEND") or None
+
+
+def invariant() -> bool:
+    """Whether the environment asks for the same bits of a row in every batch."""
+    given = os.environ.get("MOEFUSE_INVARIANT") or "0"
+    if given not in ("0", "1"):
+        raise ValueError(f"MOEFUSE_INVARIANT must be 0 or 1, got {given!r}")
+    return given == "1"
 
 
 def cpu_isa(here: Sequence[str]) -> str:

@@ -44,11 +44,11 @@ for dtype, group, D, given in VARIANTS:
     cache, norms = ("v_ptr", "keys_ptr", "values_ptr"), ("q_norm_ptr", "k_norm_ptr")
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "out_ptr", "q_out_ptr", "k_out_ptr", *cache, *norms), p)
     pointers |= dict.fromkeys(("cos_ptr", "sin_ptr", "sinks_ptr", "sums_ptr", "stats_ptr"), "*fp32")
-    pointers |= dict(position_ptr="*i64", mask_ptr="*u8", counter_ptr="*i32")
+    pointers |= dict(position_ptr="*i64", mask_ptr="*u8", starts_ptr="*i64", counter_ptr="*i32")
     strides = dict(qkv_strides=("i32",) * 9, angle_strides=("i32",) * 4, cache_strides=("i32",) * 6)
     strides |= dict(q_strides=("i32",) * 2, mask_stride="i32")
     types = pointers | sizes | strides | dict(eps="fp32", scale="fp32", window="i64")
-    none = {} if given else dict(mask_ptr=None, sinks_ptr=None)
+    none = {} if given else dict(mask_ptr=None, starts_ptr=None, sinks_ptr=None)
     made = compiled(_attend_kernel, types, none | tile_of(group, D, D, 4 if dtype == "fp32" else 2, 24), 4)
     assert made.metadata.shared <= 99 * 1024, made.metadata.shared
     assert "cp.async" in made.asm["ptx"], "tiles are brought in ahead of their turn"

@@ -33,6 +33,7 @@ def invoke(variables: dict[str, str], *words: str) -> tuple[int, str]:
     ("variable", "message"),
     [
         ("MOEFUSE_BACKEND", "Invalid value for MOEFUSE_BACKEND: 'foo' is not one of cpu, triton, metal, reference"),
+        ("MOEFUSE_INVARIANT", "Invalid value for MOEFUSE_INVARIANT: MOEFUSE_INVARIANT must be 0 or 1, got 'foo'"),
         ("MOEFUSE_CPU_ISA", "Invalid value for MOEFUSE_CPU_ISA: MOEFUSE_CPU_ISA must be one that this machine has"),
     ],
 )

@@ -1,8 +1,10 @@
 // attend: parts of the places that are seen, for all the heads that share their keys; then the parts of each head are
-// put together in order. How places are cut into parts depends on their number alone, so the bits do, too.
+// put together in order. How places are cut into parts depends alone on how many a sequence sees: neither on those that
+// a mask leaves out, such as padding, nor on the other sequences.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "ops/grouped.h"
 #include "ops/rows.h"
@@ -26,7 +28,25 @@ void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float sc
   int64_t last = std::clamp<int64_t>(cache.position[0], -1, std::numeric_limits<int64_t>::max() - 1);
   int64_t end = std::min(last + 1, L);
   int64_t begin = window == 0 ? 0 : std::clamp<int64_t>(last + 1 - window, 0, end);
-  int64_t seen = end - begin, parts = parts_of(seen, kPlaces);
+  // The places that each sequence sees, in order; without a mask they are the same for all.
+  std::vector<int64_t> places, firsts(static_cast<size_t>(B) + 1, 0);
+  int64_t seen = end - begin;
+  if (mask) {
+    places.reserve(static_cast<size_t>(B * seen));
+    seen = 0;
+    for (int64_t b = 0; b < B; ++b) {
+      firsts[static_cast<size_t>(b)] = static_cast<int64_t>(places.size());
+      for (int64_t j = begin; j < end; ++j) {
+        if (mask.data[b * mask.stride + j] != 0) places.push_back(j);
+      }
+      seen = std::max(seen, static_cast<int64_t>(places.size()) - firsts[static_cast<size_t>(b)]);
+    }
+    firsts[static_cast<size_t>(B)] = static_cast<int64_t>(places.size());
+  }
+  auto seen_by = [&](int64_t b) {
+    return mask ? firsts[static_cast<size_t>(b) + 1] - firsts[static_cast<size_t>(b)] : seen;
+  };
+  int64_t parts = parts_of(seen, kPlaces);  // of the sequence that sees most
   threads = worth(threads, B * Hq * seen * (D + Dv));
 
   int64_t wide = round_up(Dv, kChunk);
@@ -41,10 +61,11 @@ void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float sc
 
   auto one_part = [&](int64_t task, int64_t, int worker) {
     int64_t pair = task / parts, part = task % parts, b = pair / Hk, h = pair % Hk;
-    int64_t places[kPlaces], count = 0;
-    for (int64_t j = begin + seen * part / parts; j < begin + seen * (part + 1) / parts; ++j) {
-      if (!mask || mask.data[b * mask.stride + j] != 0) places[count++] = j;
-    }
+    int64_t mine_seen = seen_by(b), mine_parts = parts_of(mine_seen, kPlaces);
+    if (part >= mine_parts) return;
+    int64_t from = mine_seen * part / mine_parts, count = mine_seen * (part + 1) / mine_parts - from;
+    auto place = [&](int64_t i) { return mask ? places[static_cast<size_t>(firsts[static_cast<size_t>(b)] + from + i)]
+                                              : begin + from + i; };
     Packed mine = packed;
     mine.data = activations + worker * G * packed.pitch();
     for (int64_t g = 0; g < G; ++g) format.pack(q.dtype, q.row(0, b, h * G + g), D, mine.padded(), mine.row(g));
@@ -52,7 +73,7 @@ void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float sc
     for (int64_t first = 0; first < count; first += kMaxColumns) {
       const char *a[kMaxRows], *w[kMaxColumns];
       int64_t n = std::min(kMaxColumns, count - first);
-      for (int64_t i = 0; i < n; ++i) w[i] = keys.row(b, h, places[first + i]);
+      for (int64_t i = 0; i < n; ++i) w[i] = keys.row(b, h, place(first + i));
       for (int64_t g = 0; g < G; g += kMaxRows) {
         int64_t m = std::min(kMaxRows, G - g);
         for (int64_t i = 0; i < m; ++i) a[i] = mine.row(g + i);
@@ -67,28 +88,27 @@ void attend(const View& q, const Cache& cache, Mask mask, Tensor sinks, float sc
     }
     float* strip = strips + worker * kStrip * wide;
     std::fill_n(strip, kStrip * wide, 0.0f);
-    if (count == 0) std::fill_n(acc, G * wide, 0.0f);
     for (int64_t first = 0; first < count; first += kStrip) {
       int64_t n = std::min(kStrip, count - first);
       for (int64_t i = 0; i < n; ++i) {
-        kernel.decode(values.dtype, values.row(b, h, places[first + i]), strip + i * wide, Dv);
+        kernel.decode(values.dtype, values.row(b, h, place(first + i)), strip + i * wide, Dv);
       }
       kernel.outer(weights + first * G, G, strip, wide, n, G, wide, acc, wide, first == 0);
     }
   };
 
   auto one_head = [&](int64_t head, int64_t, int worker) {
-    int64_t pair = head / G, g = head % G;
+    int64_t pair = head / G, g = head % G, mine_parts = parts_of(seen_by(pair / Hk), kPlaces);
     const float* first = sums + pair * parts * part_floats;
     auto stats = [&](int64_t part) { return first + part * part_floats + G * wide + 2 * g; };
     float sink = sinks ? element(sinks, head % Hq) : -std::numeric_limits<float>::infinity();
     float top = sink;
-    for (int64_t part = 0; part < parts; ++part) top = std::max(top, stats(part)[0]);
+    for (int64_t part = 0; part < mine_parts; ++part) top = std::max(top, stats(part)[0]);
     top = std::max(top, std::numeric_limits<float>::lowest());
     float total = std::exp(sink - top);
     float* acc = strips + worker * kStrip * wide;
     std::fill_n(acc, Dv, 0.0f);
-    for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t part = 0; part < mine_parts; ++part) {
       float share = std::exp(stats(part)[0] - top);
       total += share * stats(part)[1];
       kernel.axpy(share, Dtype::f32, first + part * part_floats + g * wide, acc, Dv);

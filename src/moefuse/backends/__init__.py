@@ -12,15 +12,23 @@ A backend is a package beside this file that offers
 * optionally ``emulates()``: device types beyond its row's that it runs on when asked by name;
 * optionally ``record(run, tensors)``: a function that does with other tensors, laid out like these, what ``run`` does
   with these, for less; or None where it cannot. See `moefuse.ops._core.replay`.
+
+Where a path, a tile or a rounding hangs on the size of the batch, a function asks `invariant` first: inside
+``moefuse.invariant()`` one serves every size.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: every op that a backend may have a function for
 _OPS = (
@@ -91,3 +99,31 @@ def find(name: str | None) -> Backend | None:
 def names() -> tuple[str, ...]:
     """Every name that ``backend=`` takes."""
     return (*(row.name for row in BACKENDS), REFERENCE)
+
+
+class _Running(threading.local):
+    """Of the op that this thread runs."""
+
+    invariant = False
+
+
+_RUNNING = _Running()
+
+
+def invariant() -> bool:
+    """Whether the op that runs must give a row bits that depend on that row and the weights alone."""
+    return _RUNNING.invariant
+
+
+def invariantly(run: Callable[P, R]) -> Callable[P, R]:
+    """A backend's function, run so that `invariant` is true."""
+
+    @functools.wraps(run)
+    def call(*values: P.args, **named: P.kwargs) -> R:
+        before, _RUNNING.invariant = _RUNNING.invariant, True
+        try:
+            return run(*values, **named)
+        finally:
+            _RUNNING.invariant = before
+
+    return call

@@ -54,6 +54,9 @@ def _contestant(case: cases.Case, backend: str, options: Options) -> Contestant:
     def call(inputs: dict[str, Any]) -> Any:
         return getattr(moefuse, case.op)(**inputs, backend=backend)
 
+    if backend == REFERENCE:
+        call = moefuse.invariant(False)(call)
+
     def error(_got: Any, _inputs: Any) -> Difference:
         with torch.enable_grad():
             outcome = cases.run(case, options.dtype, backend, str(options.device), _SEED)

@@ -91,6 +91,7 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tens
     return out
 
 
+@moefuse.invariant(False)  # what all else is held to is plain torch
 def exact_expert(x: Tensor, share: Tensor, stacks: dict[str, Any]) -> Tensor:
     """The result of `one_expert`, times each token's share of it."""
     only = torch.zeros(len(x), 1, dtype=torch.int32)
@@ -99,6 +100,7 @@ def exact_expert(x: Tensor, share: Tensor, stacks: dict[str, Any]) -> Tensor:
     return out
 
 
+@moefuse.invariant(False)
 def exact_block(slot: Slot, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The whole block for some tokens: the sum with the residual, and its norm."""
     layer = slot.layer
@@ -132,6 +134,7 @@ def _at(got: Tensor, tokens: Tensor, want: Tensor) -> Difference:
     return difference(got[tokens.to(got.device)], want)
 
 
+@moefuse.invariant(False)
 def route_plan_error(got: Any, slot: Slot) -> Difference:
     """Weights against float64; ids and plan exactly."""
     weights, ids, plan = got

@@ -156,6 +156,7 @@ def make_slots(layers: list[Layer], tokens: int, dtype: torch.dtype, device: tor
             return slots
 
 
+@moefuse.invariant(False)  # its router is plain torch
 def _slot(
     layer: Layer, tokens: int, dtype: torch.dtype, device: torch.device, rng: torch.Generator, before: Tensor | None
 ) -> Slot:

@@ -15,8 +15,12 @@ from rich.table import Table
 from moefuse import backends, config
 from moefuse.cli import options
 from moefuse.cli.info import versions
+from moefuse.testing import invariance
 from moefuse.testing.cases import CASES, Outcome, runnable, sweep
 from moefuse.types import name_of
+
+#: failures that are described, of what may be thousands
+_SHOWN = 20
 
 
 def _targets(backend: str | None) -> list[tuple[str, str]]:
@@ -86,19 +90,79 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _invariant(targets: list[tuple[str, str]], batches: int, seed: int, as_json: bool) -> None:
+    """Compare the bits of rows in drawn batches with those of the same tokens alone."""
+    targets = [target for target in targets if target[0] != backends.REFERENCE]
+    if not targets:
+        options.stop("--invariant", "plain torch gives a row other bits in another batch: choose another backend")
+    found: list[invariance.Comparison] = []
+    with options.progress() as shown:
+        calls = list(invariance.comparisons(targets, batches, seed, CASES))
+        for number, call in enumerate(calls):
+            found.append(call())
+            shown(found[-1].case.id.ljust(24), number / len(calls))
+    differing = [one for one in found if not one.passed]
+    if as_json:
+        rows = _counts(found)
+        plain = [dict(zip(("backend", "op", "dtype", "batches", "differing"), row, strict=True)) for row in rows]
+        report = {"seed": seed, "versions": versions(), "batches": plain, "failures": [f.describe() for f in differing]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        console = Console()
+        table = Table(
+            title="Batches of which a row's bits differ from the token alone",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for column in ("backend", "op", "dtype", "batches", "differing"):
+            table.add_column(column, no_wrap=True)
+        for *names, count, wrong in _counts(found):
+            table.add_row(*map(str, names), str(count), f"[{'red' if wrong else 'green'}]{wrong}[/]")
+        console.print(table)
+        for one in differing[:_SHOWN]:
+            console.print(one.describe(), markup=False, style="red")
+        console.print(f"{len(found)} batches compared, {len(differing)} differ (seed {seed})")
+    if differing:
+        raise typer.Exit(1)
+
+
+def _counts(found: list[invariance.Comparison]) -> list[tuple[Any, ...]]:
+    """Batches, and how many of them differ, by backend, op and element type."""
+    counted: dict[tuple[str, str, str], list[int]] = {}
+    for one in found:
+        both = counted.setdefault((one.backend, one.case.op, name_of(one.dtype)), [0, 0])
+        both[0] += 1
+        both[1] += not one.passed
+    return [(*key, *both) for key, both in sorted(counted.items())]
+
+
 def check(
     backend: Annotated[str | None, typer.Option(help="Check one backend; default: all that run here.")] = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Run the Metal kernels in the simulator: no Mac is needed, a C++ compiler is."),
     ] = False,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Draw batches and compare each row's bits with the token alone.")
+    ] = False,
+    batches: Annotated[
+        int, typer.Option(min=1, help="With --invariant: batches for each backend and element type.")
+    ] = 1000,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; default: a fresh one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
 ) -> None:
-    """Run every case on this machine and compare it with float64; exit 1 when one fails."""
+    """Run every case on this machine and compare it with float64; exit 1 when one fails.
+
+    With --invariant, compare what moefuse.invariant() promises instead: the same bits of a row in every batch.
+    """
     config.cap_onednn()
     targets = _targets(_simulate(backend) if simulate else backend)
     seed = torch.seed() % 2**31 if seed is None else seed
+    if invariant:
+        _invariant(targets, batches, seed, as_json)
+        return
     calls = list(sweep(CASES, targets, seed))
     outcomes: list[Outcome] = []
     console = Console()

@@ -59,6 +59,7 @@ def facts() -> dict[str, Any]:
         "versions": versions(),
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
         "forced_backend": config.backend(),
+        "invariant": config.invariant(),
         "devices": present,
         "fast_paths": dict(FAST_PATHS),
         "backends": _backends(),
@@ -77,6 +78,8 @@ def _show(known: dict[str, Any], console: Console) -> None:
     console.print(f"{known['machine']['system']}, {known['machine']['threads']} threads")
     if known["forced_backend"]:
         console.print(f"MOEFUSE_BACKEND={known['forced_backend']}")
+    if known["invariant"]:
+        console.print("MOEFUSE_INVARIANT=1")
     paths = (f"{name} {'on' if reason is None else f'off ({reason})'}" for name, reason in known["fast_paths"].items())
     console.print(f"torch: {', '.join(paths)}")
 

@@ -52,6 +52,10 @@ def environment() -> None:
     if forced is not None:
         known("MOEFUSE_BACKEND", forced, backends.names())
     try:
+        config.invariant()
+    except ValueError as error:
+        stop("MOEFUSE_INVARIANT", str(error))
+    try:
         next(row for row in backends.BACKENDS if row.name == "cpu").missing()
     except ValueError as error:
         stop("MOEFUSE_CPU_ISA", str(error))

@@ -20,9 +20,11 @@ from moefuse.hf.patch import PatchReport, patch, unpatch  # noqa: E402
 from moefuse.hf.quantize import QuantizeReport, quantize_  # noqa: E402
 from moefuse.hf.quantizer import MoefuseConfig  # noqa: E402
 from moefuse.hf.quantizer import register as register_quantizers  # noqa: E402
+from moefuse.hf.routing import register as register_routing  # noqa: E402
 from moefuse.hf.support import Support, supports  # noqa: E402
 
 register_quantizers()
+register_routing()
 
 __all__ = [
     "NAME",

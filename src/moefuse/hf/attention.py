@@ -18,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moefuse import attend, linear, rope
 from moefuse.hf.cache import StepLayer
 from moefuse.nn.quantized import weight_of
-from moefuse.nn.recognize import NotRecognized, hollow, one_thread, random_weight, same
+from moefuse.nn.recognize import NotRecognized, hollow, probing, random_weight, same
+from moefuse.ops._core.invariance import is_invariant
 from moefuse.quant.tensor import QuantTensor
 
 #: rows from which on a product on a GPU is torch's
@@ -67,7 +68,7 @@ def _parts(module: Any) -> tuple[int, str | None]:
     return D, "head" if all(children[name].weight.shape == (D,) for name in _NORMS) else "row"
 
 
-@one_thread()
+@probing()
 def attention_of(module: nn.Module) -> AttentionRule:
     """Recognise an attention module; raises `NotRecognized` with what stands in the way."""
     D, norms = _parts(module)
@@ -130,7 +131,8 @@ def _products(rows: Tensor, modules: tuple[Any, ...], residual: Tensor | None = 
     """
     weights: tuple[Any, ...] = tuple(map(weight_of, modules))
     biases = tuple(module.bias for module in modules)
-    if rows.is_cuda and rows.shape[0] > _PROMPT_ROWS and not any(isinstance(w, QuantTensor) for w in weights):
+    many = rows.is_cuda and rows.shape[0] > _PROMPT_ROWS and not is_invariant()
+    if many and not any(isinstance(w, QuantTensor) for w in weights):
         if residual is None:
             return tuple(map(nn.functional.linear, itertools.repeat(rows), weights, biases))
         if biases == (None,):
@@ -176,6 +178,33 @@ def _eager_of(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
+def _seen(mask: Tensor | None, S: int, L: int, window: int | None) -> Tensor | None:
+    """Which of L places each of S queries sees, ``[B or 1, S, L]``; None for a mask that does more than to hide."""
+    if mask is not None and mask.dim() == 4:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+        plain = mask.dtype == torch.bool or bool((mask.masked_fill(hidden, 0) == 0).all())
+        return ~hidden[:, 0] if plain and mask.shape[1] == 1 else None
+    device = None if mask is None else mask.device
+    behind = torch.arange(L - S, L, device=device)[:, None] - torch.arange(L, device=device)
+    seen = ((behind >= 0) if window is None else (behind >= 0) & (behind < window))[None]
+    return seen if mask is None else seen & mask.bool()[:, None, :L]
+
+
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attention of each query as of a step of its own, ``[B, S, heads, D]``: the same bits for a token of a prompt, of
+    any piece of it, and of a decode step, whatever pads its sequence."""
+    B, _, S, _ = q.shape
+    last = torch.full((1,), k.shape[2] - 1, dtype=torch.int64, device=q.device)
+    options: dict[str, Any] = {"position": last, "scale": scale, "sinks": sinks}
+    seen = seen.to(q.device).expand(B, *seen.shape[1:])
+    return torch.stack(
+        [
+            attend(q[b].transpose(0, 1), *(t[b].expand(S, *t.shape[1:]) for t in (k, v)), mask=seen[b], **options)
+            for b in range(B)
+        ]
+    )
+
+
 def attention(
     module: Any,
     rule: AttentionRule,
@@ -201,6 +230,11 @@ def attention(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, module.layer_idx)
+        seen = _seen(attention_mask, q.shape[2], k.shape[2], window) if is_invariant() else None
+        if seen is not None:
+            out = _attend_each(q, k, v, seen, rule.scale, sinks)
+            (summed,) = _products(out.reshape(B * S, -1), (module.o_proj,), residual.reshape(B * S, -1))
+            return summed.view(residual.shape)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _eager_of(module))
         if sinks is not None:
             options["s_aux"] = sinks

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.hf.cache import StepCache
+from moefuse.nn.routing_tape import is_taped
 from moefuse.ops._core.checks import check_count
+from moefuse.ops._core.invariance import is_invariant
 from moefuse.ops._core.tape import Tape
 
 _log = logging.getLogger("moefuse")
@@ -47,6 +49,8 @@ class Step:
         #: a long prompt goes in by pieces, and this is told how many of its tokens are done after each
         self.piece: int | None = None
         self.progress: Callable[[int], None] | None = None
+        #: the mode of what was captured
+        self.invariant = is_invariant()
         self.logits = self._capture() if self.device.type == "cuda" else None
         #: on a CPU, what a step does; None before the first, and where it cannot be taken down
         self.tape: Tape | None = None
@@ -137,8 +141,8 @@ class Step:
     def _taped(self) -> Tensor:
         """A step on a CPU: the first is taken down, the second proves the tape, and the tape runs the others."""
         logits: Tensor
-        if self.tape is None or self.tape.stale:
-            self.proven = False
+        if self.tape is None or self.tape.stale or self.invariant != is_invariant():
+            self.proven, self.invariant = False, is_invariant()
             before = self.cache.position.clone(), self.places.clone()
             try:
                 self.tape = Tape(self._forward)
@@ -248,8 +252,9 @@ def _decode(
     """Tokens one by one, as transformers' own loop draws them, each from a replayed step."""
     step = model._moefuse_steps.get(input_ids.shape[0])
     given = {name for name, value in model_kwargs.items() if value is not None}
-    if step is None or synced_gpus or not given <= _KNOWN or step.device != input_ids.device or model.training:
-        _log.info("moefuse: generate runs uncaptured: %s", "another batch size" if step is None else "more than text")
+    reason = _why_uncaptured(model, step, input_ids) or ("more than text" if synced_gpus or not given <= _KNOWN else "")
+    if reason:
+        _log.info("moefuse: generate runs uncaptured: %s", reason)
         return model._sample(
             input_ids,
             logits_processor=logits_processor,
@@ -273,6 +278,17 @@ def _decode(
         )
     with torch.no_grad():
         return _loop(step, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+
+
+def _why_uncaptured(model: Any, step: Step | None, input_ids: Tensor) -> str:
+    """Why a captured step cannot serve a request, empty where it can."""
+    if step is None:
+        return "another batch size"
+    if step.logits is not None and step.invariant != is_invariant():
+        return "the step was captured " + ("inside invariant()" if step.invariant else "outside invariant()")
+    if is_taped(model):
+        return "a RoutingTape is at work"
+    return "more than text" if step.device != input_ids.device or model.training else ""
 
 
 def _on_its_way(tokens: Tensor, running: Tensor) -> Callable[[], tuple[Tensor, bool]]:

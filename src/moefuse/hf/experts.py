@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefuse import experts, plan
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.nn.recognize import activation_of, layout_of
+from moefuse.nn.routing_tape import Player, Tape
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops.composed import composed
 from moefuse.types import Activation, Stacks, Tail
@@ -24,6 +25,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     CPU the first call changes the strides of parameters kept as ``[E, in, out]``: see `_lay_rows_along_the_input`.
     """
     stacks = stacks_of(module)
+    tape = getattr(module, "_routing_tape", None)
+    if tape is not None:
+        top_k_index, top_k_weights = _taped(tape, top_k_index, top_k_weights)
     # Under autocast the rows may be wider or narrower than the weights; like the built-in paths, the weights decide.
     x = hidden_states.to(module.down_proj.dtype)
     weights = top_k_weights.to(x.dtype) if x.dtype == torch.float64 else top_k_weights
@@ -34,6 +38,22 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     else:
         out = experts(x, top_k_index, weights, activation=activation, **stack_arguments(stacks))
     return out.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def _taped(tape: Tape, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model's own router chose for its experts, taken down or replaced."""
+    if not isinstance(tape, Player):
+        tape.record(ids, weights)
+        return ids, weights
+    replayed, given = tape.next(ids)
+    if given is None:
+        raise ValueError(
+            f"RoutingTape.replay: {tape.name} must run as a whole to weigh replayed experts, got a call that looks at "
+            "its parts, such as output_router_logits; record and replay with weights=True"
+        )
+    if replayed.shape != ids.shape:
+        raise ValueError(f"RoutingTape.replay: {tape.name} must have top-{replayed.shape[1]}, got top-{ids.shape[1]}")
+    return replayed, given.to(weights.dtype)
 
 
 def refuse_fp8(module: nn.Module, *_: Any, **__: Any) -> Tensor:

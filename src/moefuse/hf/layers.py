@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 from moefuse.hf import moe_module
 from moefuse.hf.attention import AttentionRule, attention, attention_of, eps_in, takes
 from moefuse.hf.moe_module import Part, are_bare, may_fuse, recorded, watched
-from moefuse.nn.recognize import NotRecognized, hollow, once, one_thread, random_weight, same, structure_of
+from moefuse.nn.recognize import NotRecognized, hollow, once, probing, random_weight, same, structure_of
 
 #: of what transformers records in a forward, what a whole layer still shows
 _SHOWN = {"hidden_states", "_hidden_states_layers"}
@@ -100,7 +100,7 @@ class _Stand(nn.Module):
         return (self.answer, None) if self.pair else self.answer
 
 
-@one_thread()
+@probing()
 def _names_of(layer: nn.Module, moe: str, returns_weights: bool) -> tuple[str, str, str]:
     """The names of a layer's attention and of its norms before and after it; proven by running a copy."""
     children = dict(layer.named_children())

@@ -15,8 +15,9 @@ from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.support import interface_of
 from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, once, place_of, rule_of, structure_of, tensor_at
+from moefuse.nn.routing_tape import routed
 from moefuse.nn.shared import one_expert, shared_expert, shared_logit, stack_arguments
-from moefuse.types import Activation, Stacks
+from moefuse.types import Activation, Router, Stacks
 
 # Older releases record through hooks of other names, which `are_bare` sees.
 _capturing = "transformers.utils.output_capturing"
@@ -90,7 +91,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     if not fused.rule.returns_weights:
         return run(layer, fused, rows).view(hidden_states.shape)
-    weights, ids = gate(rows, tensor_at(*fused.router), fused.rule.routing, **_biases(fused))
+    weights, ids, _ = _routes(layer, fused, rows, None)
     out: Any = experts(rows, ids, weights, **_stacks(layer, fused), **_shared(layer, fused, rows))
     return out.view(hidden_states.shape), weights.to(out.dtype)
 
@@ -99,12 +100,22 @@ def run(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Any, float] | None =
     """The result for rows ``[T, H]``, normed before by a weight and an eps; ``tail`` as `moefuse.experts` takes it."""
     router, routing = tensor_at(*fused.router), fused.rule.routing
     before: dict[str, Any] = {} if norm is None else dict(zip(("norm_weight", "eps"), norm, strict=True))
-    if fused.rule.shared is None or norm is None:
+    if (fused.rule.shared is None or norm is None) and "_routing_tape" not in vars(layer):
         following = {f"next_{name}" if name in ("norm_weight", "eps") else name: value for name, value in tail.items()}
         stacks = _stacks(layer, fused) | _shared(layer, fused, rows)
         return moe(rows, router, routing=routing, **before, **_biases(fused), **stacks, **following)
-    weights, ids, normed = gate(rows, router, routing, **before, **_biases(fused), return_normed=True)
+    weights, ids, normed = _routes(layer, fused, rows, norm)
     return experts(normed, ids, weights, **_stacks(layer, fused), **_shared(layer, fused, normed), **tail)
+
+
+def _routes(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Any, float] | None) -> tuple[Tensor, ...]:
+    """Weights, ids and normed rows; by a tape where one is at work."""
+    before: dict[str, Any] = {} if norm is None else dict(zip(("norm_weight", "eps"), norm, strict=True))
+    router, tape = Router(tensor_at(*fused.router), **before, **_biases(fused)), vars(layer).get("_routing_tape")
+    if tape is not None:
+        return routed(tape, rows, router, fused.rule.routing)
+    weight, *_ = router
+    return gate(rows, weight, fused.rule.routing, **before, **_biases(fused), return_normed=True)
 
 
 def _biases(fused: Fused) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from moefuse.nn.lora import ExpertsLoRA, add_lora, merge_lora
 from moefuse.nn.moe import MoE
 from moefuse.nn.quantized import QuantEmbedding, QuantLinear
+from moefuse.nn.routing_tape import RoutingTape
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import (
     RouterTraining,
@@ -19,6 +20,7 @@ __all__ = [
     "QuantLinear",
     "RouterTraining",
     "RoutingStats",
+    "RoutingTape",
     "add_lora",
     "auxiliary_loss",
     "load_balancing_loss",

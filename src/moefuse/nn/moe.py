@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
 from moefuse.nn.quantized import BlockModule
+from moefuse.nn.routing_tape import Recorder, Tape, routed, router_logits
 from moefuse.nn.shared import autocast_type, shared_expert, shared_logit, stack_arguments
 from moefuse.nn.stats import RoutingStats
 from moefuse.nn.training import RouterTraining
@@ -22,10 +23,10 @@ from moefuse.ops.gate import gate
 from moefuse.ops.glu import check_activation, check_layout
 from moefuse.ops.moe import moe
 from moefuse.ops.plan import plan
-from moefuse.ops.route import check_routing, route
+from moefuse.ops.route import check_routing, route, weights_at
 from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor, wrap
-from moefuse.types import Activation, Routing, Stacks, Tail
+from moefuse.types import Activation, Router, Routing, Stacks, Tail
 
 _FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
 
@@ -108,6 +109,7 @@ class MoE(BlockModule):
         self.router_training = router_training
         self.auxiliary_loss: Tensor | None = None
         self.stats: RoutingStats | None = None
+        self._routing_tape: Tape | None = None
         self.lora: ExpertsLoRA | None = None
         self.specs = {}
         self.activation = check_activation("MoE", activation)
@@ -264,7 +266,11 @@ class MoE(BlockModule):
         """Whether one call does all: nothing comes in between router and experts, neither a cast nor adapters,
         statistics, a router's training, or a shared expert that needs the normed rows."""
         normed = self.norm_weight is not None and self.shared_down is not None
-        noted = self.stats is not None or (self.training and self.router_training is not None)
+        noted = (
+            self.stats is not None
+            or self._routing_tape is not None
+            or (self.training and self.router_training is not None)
+        )
         return same_type and not normed and not noted and self.lora is None
 
     def _in_one_call(
@@ -313,17 +319,25 @@ class MoE(BlockModule):
     def _route(self, rows: Tensor, backend: str | None) -> tuple[Tensor, ...]:
         """Weights, ids and the experts' input; in training with the router's losses and noise."""
         rule = self.router_training if self.training else None
+        tape = self._routing_tape
+        if rule is None and tape is not None:
+            options = self._router_options()
+            return routed(tape, rows, Router(self.router, **options), self.routing, backend)
         if rule is None:
             options = self._router_options()
             return gate(rows, self.router, self.routing, return_normed=True, backend=backend, **options)
         normed = widen(rows)
         if self.norm_weight is not None:
             normed = nn.functional.rms_norm(normed, normed.shape[-1:], widen(self.norm_weight), self.eps)
-        logits = rule.perturbed_input(normed) @ widen(self.router).T
-        if self.logit_bias is not None:
-            logits = logits + widen(self.logit_bias)
+        logits = router_logits(rule.perturbed_input(normed), self.router, self.logit_bias, backend)
         options = {"bias": self.selection_bias, "per_expert_scale": self.per_expert_scale}
-        weights, ids = route(rule.perturbed_logits(logits), self.routing, backend=backend, **options)
+        perturbed = rule.perturbed_logits(logits)
+        weights, ids = route(perturbed, self.routing, backend=backend, **options)
+        if isinstance(tape, Recorder):
+            tape.record(ids, weights)
+        elif tape is not None:
+            ids, given = tape.next(rows)
+            weights = weights_at(perturbed, ids, self.routing, self.per_expert_scale) if given is None else given
         self.auxiliary_loss = rule.loss(logits, ids, self.routing)
         return weights, ids, normed.to(rows.dtype)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.quantized import QuantLinear
+from moefuse.ops._core.invariance import invariant
 from moefuse.ops.glu import glu
 from moefuse.ops.route import route
 from moefuse.quant.tensor import QuantTensor
@@ -57,6 +58,7 @@ def activation_of(experts: Any) -> Activation | None:
     return _recognize_step(step, experts, gated, layout_of(experts)) if callable(step) else None
 
 
+@invariant(False)  # what it compares with is plain torch
 def _recognize_step(
     step: Callable[[Tensor], Tensor], owner: nn.Module, gated: bool, layout: str = "halves"
 ) -> Activation | None:
@@ -101,17 +103,19 @@ def _activations(owner: nn.Module, gated: bool) -> Iterator[Activation]:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Probes are small: a second thread gains nothing, and where other processes hold the cores it costs twentyfold."""
+def probing() -> Iterator[None]:
+    """Probes are compared with plain torch, which runs outside `moefuse.invariant` alone. They are small: a second
+    thread gains nothing, and where other processes hold the cores it costs twentyfold."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with invariant(False):
+            yield
     finally:
         torch.set_num_threads(threads)
 
 
-@one_thread()
+@probing()
 def mlp_of(mlp: nn.Module) -> Activation | None:
     """The activation of ``down_proj(act(gate_proj(x)) * up_proj(x))`` or its ungated form; None for anything else."""
     linears = {name: child for name, child in mlp.named_children() if isinstance(child, nn.Linear)}
@@ -214,7 +218,7 @@ def _plain(value: Any) -> Any:
 _BIAS_SIZES = (0.1, 1.0, 1.0)
 
 
-@one_thread()
+@probing()
 def rule_of(layer: nn.Module, likely: Iterable[LayerRule] = ()) -> LayerRule:
     """Recognise a layer; raises `NotRecognized` with what stands in the way. ``likely`` rules are tried first."""
     parts = _parts(layer)

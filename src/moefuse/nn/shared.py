@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
+from moefuse.ops._core.invariance import is_invariant
 from moefuse.ops.experts import experts
+from moefuse.ops.linear import linear
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Stacks, Weight
 
@@ -45,4 +47,8 @@ def shared_expert(x: Tensor, stacks: Stacks, activation: Activation, backend: st
 
 def shared_logit(x: Tensor, shared_gate: Tensor | None) -> Tensor | None:
     """``[T]``, whose sigmoid weights the shared expert; None where it has no gate ``[H]``."""
-    return None if shared_gate is None else widen(x) @ widen(shared_gate)
+    if shared_gate is None:
+        return None
+    if is_invariant():
+        return linear(widen(x), widen(shared_gate)[None])[:, 0]
+    return widen(x) @ widen(shared_gate)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import masked_weights, widen
 from moefuse.ops._core.checks import INTEGERS, check_float64, check_instance, check_optional, check_tensor, check_weight
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.library import Gradients, Rule, define, define_kernel
 from moefuse.ops._core.memory import check_outputs, has_values
 from moefuse.ops._core.select import choose, inherit, select
@@ -75,6 +76,7 @@ def experts(
     >>> experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), gate_up, down, activation="relu")
     tensor([[ 1., 10.]])
     """
+    backend = asked(backend)
     call = None
     if plan is None:
         # The values of `run_experts` without their bundles, which a recorded call does not need.

@@ -10,6 +10,7 @@ from torch import Tensor
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import fresh_like, inverse_rms, norm_backward, widen
 from moefuse.ops._core.checks import check_eps, check_float64, check_optional, check_tensor
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
 from moefuse.ops._core.select import inherit, select
 from moefuse.ops.route import check_routing, fresh_routes, route_backward_reference, route_reference
@@ -58,6 +59,7 @@ def gate(
     check_flag("gate", "return_normed", return_normed)
     wanted = return_normed and norm_weight is not None
     router = Router(weight, norm_weight, bias, logit_bias, per_expert_scale, eps)
+    backend = asked(backend)
     call = replay.lookup("gate", backend, (x, *router, routing, wanted))
     if call is None or call.record is None:
         check("gate", x, router, routing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from moefuse.ops._core.arithmetic import widen
 from moefuse.ops._core.checks import check_float64, check_optional, check_tensor, check_weight
+from moefuse.ops._core.invariance import apart
 from moefuse.ops._core.library import Gradients, Rule, define
 from moefuse.ops._core.select import inherit
 from moefuse.ops.grouped_linear import grouped_linear_transposed_op
@@ -146,7 +149,7 @@ def _backward(
     if len(d_x) == 1:
         (found["x"],) = d_x
     elif d_x:
-        found["x"] = torch.stack(d_x).sum(0, dtype=widen(x[:0]).dtype).to(x.dtype)
+        found["x"] = functools.reduce(operator.add, map(widen, d_x)).to(x.dtype)
     return found
 
 
@@ -157,13 +160,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _transposed(backend: str | None, grad: Tensor, weight: Weight) -> Tensor:
     """The gradient of rows from that of their products ``[T, N]``."""
-    if not isinstance(weight, QuantTensor):
+    if not isinstance(weight, QuantTensor) and not apart(backend)[1]:
         return _product(grad, weight)
     T = grad.shape[0]
     order = torch.arange(T, dtype=torch.int32, device=grad.device)
     counts = torch.full((1,), T, dtype=torch.int32, device=grad.device)
     plan = Plan(counts, torch.cat((counts - T, counts)), order, order, 1, trusted=True)
-    stack = replace(weight, blocks=weight.blocks[None])
+    stack = replace(weight, blocks=weight.blocks[None]) if isinstance(weight, QuantTensor) else weight[None]
     by = inherit("grouped_linear_transposed", backend)
     return grouped_linear_transposed_op(by, grad.contiguous(), stack, plan, False, False)
 

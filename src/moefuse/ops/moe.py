@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moefuse.ops._core import replay
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.memory import check_outputs
 from moefuse.ops._core.select import select
 from moefuse.ops.combine import check_out, check_tail
@@ -68,6 +69,7 @@ def moe(
     stacked = (*(gate_up if isinstance(gate_up, tuple) else (gate_up, None)), down, gate_up_bias, down_bias, layout)
     routed = (router, norm_weight, bias, logit_bias, per_expert_scale, eps)
     after = (shared, shared_gate, shared_logit, residual, next_norm_weight, next_eps)
+    backend = asked(backend)
     call = replay.lookup("moe", backend, (x, *routed, routing, *stacked, activation, *after, out, normed_out))
     if call is not None and call.again is not None and out is None and normed_out is None:
         result: Tensor | tuple[Tensor, Tensor] = call.again(call.tensors)

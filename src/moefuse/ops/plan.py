@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefuse.ops._core import replay
 from moefuse.ops._core.checks import INTEGERS, check_tensor
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.library import define_kernel
 from moefuse.ops._core.select import select
 from moefuse.types import MAX_EXPERTS, Plan, check_int
@@ -32,6 +33,7 @@ def plan(ids: Tensor, num_experts: int, *, backend: str | None = None) -> Plan:
     >>> p.order.tolist(), p.inverse.tolist()
     ([1, 2, 0, 4, 5, 3], [2, 0, 1, 5, 3, 4])
     """
+    backend = asked(backend)
     call = replay.lookup("plan", backend, (ids, num_experts))
     if call is None or call.record is None:
         check(ids, num_experts)

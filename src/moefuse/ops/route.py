@@ -14,6 +14,7 @@ from moefuse.backends.codes import Table, sums_two
 from moefuse.ops._core import replay
 from moefuse.ops._core.arithmetic import fresh_like, widen
 from moefuse.ops._core.checks import check_float64, check_instance, check_optional, check_tensor
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.library import Gradients, Rule, define, refuse_second_order
 from moefuse.ops._core.select import inherit, select
 from moefuse.types import MAX_EXPERTS, Routing
@@ -49,6 +50,7 @@ def route(
     >>> weights
     tensor([[0.5000, 0.5000]])
     """
+    backend = asked(backend)
     call = replay.lookup("route", backend, (logits, bias, per_expert_scale, routing))
     if call is None or call.record is None:
         check("route", logits, routing, bias, per_expert_scale)
@@ -199,6 +201,18 @@ def _weigh(selected: Tensor, scale: Tensor | float, routing: Routing) -> tuple[T
     shares = selected / _divisor(selected, routing.floor)[0] if routing.renormalize else selected
     scaled = shares * scale
     return shares, scaled, scaled / _divisor(scaled, None)[0] if routing.renormalize_after_scale else scaled
+
+
+def weights_at(logits: Tensor, ids: Tensor, routing: Routing, per_expert_scale: Tensor | None = None) -> Tensor:
+    """The weights ``[T, top_k]`` of given experts, whoever chose them, in plain torch, which differentiates it.
+
+    An id outside ``[0, E)`` has weight 0.
+    """
+    live = (ids >= 0) & (ids < logits.shape[1])
+    slots = torch.where(live, ids, 0).long()
+    selected = _scores(_exactly(widen(logits)), routing).gather(1, slots).masked_fill(~live, 0)
+    weights = _weigh(selected, _scale_of(slots, per_expert_scale, routing), routing)[-1]
+    return weights.masked_fill(~live, 0).to(widen(logits).dtype)
 
 
 def _through_divisor(grad: Tensor, values: Tensor, floor: float | None) -> Tensor:

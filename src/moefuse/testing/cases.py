@@ -8,6 +8,7 @@ strange forms: one of its tensors lies in memory as a user's may, see `moefuse.t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -183,8 +184,14 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _call(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
-    result = getattr(moefuse, op)(**inputs, backend=backend)
+def _mode(backend: str) -> AbstractContextManager[None]:
+    """Plain torch, which all else is held to, runs outside `moefuse.invariant` alone."""
+    return moefuse.invariant(False) if backend == backends.REFERENCE else nullcontext()
+
+
+def call_op(op: str, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    with _mode(backend):
+        result = getattr(moefuse, op)(**inputs, backend=backend)
     if isinstance(result, moefuse.Plan):
         return result.tensors
     results = result if isinstance(result, tuple) else (result,)
@@ -207,7 +214,7 @@ def _with_gradients(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Gradients of every floating input for a random (or the given) gradient of every result, in a strange form."""
     inputs = {name: map_tensors(value, _leaf) for name, value in inputs.items()}
-    outputs = _differentiable(_call(op, inputs, backend))
+    outputs = _differentiable(call_op(op, inputs, backend))
     if grad_outputs is None:
         rng = torch.Generator().manual_seed(1)
         grad_outputs = [torch.randn(t.shape, generator=rng).to(t) for t in outputs]
@@ -215,7 +222,8 @@ def _with_gradients(
     given = [s.to(t) for s, t in zip(grad_outputs, outputs, strict=True)]
     if form is not None:
         given = [FORMS[form](t) for t in given]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
+    with _mode(backend):
+        grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
     named = zip(leaves, grads, strict=True)
     return {f"gradient of {name}": grad for name, grad in named if grad is not None}, grad_outputs
 
@@ -270,9 +278,9 @@ def run(
     if strange is not None:
         made, here = strange.change(made), strange.change(here)
     wide = {name: map_tensors(value, _wide) for name, value in made.items()}
-    want = _call(case.op, wide, backends.REFERENCE)
+    want = call_op(case.op, wide, backends.REFERENCE)
     with poisoned():
-        got = _call(case.op, here, backend)
+        got = call_op(case.op, here, backend)
     if gradients and case.gradients and dtype == torch.float32:
         form = strange.form if strange is not None and strange.argument == GRADIENT else None
         goal, grad_outputs = _with_gradients(case.op, wide, backends.REFERENCE, None, form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.cpu import _native
 from moefuse.backends.plain import plain_product
 from moefuse.types import Projections
@@ -15,7 +16,8 @@ _PLAIN_ROWS = 64
 
 def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tensor:
     out = _native.empty((x.shape[0], projections.stops[-1]), dtype=x.dtype)
-    if x.shape[0] >= _PLAIN_ROWS and x.dtype == torch.float32 and not any(projections.specs):
+    many = x.shape[0] >= _PLAIN_ROWS and not backends.invariant()
+    if many and x.dtype == torch.float32 and not any(projections.specs):
         for (weight, bias), stop in zip(projections.pairs, projections.stops, strict=True):
             assert isinstance(weight, Tensor)
             plain_product(x, weight, bias, residual, out[:, stop - weight.shape[0] : stop])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.gated import Weights
 from moefuse.backends.metal import tiles
 from moefuse.backends.metal.combine import weighted_sum
@@ -27,7 +28,8 @@ def experts(
 ) -> None:
     assert z is None, "metal saves no pre-activations"
     up, down = Weights.of_gate_up(stacks, activation.gated), Weights.of(stacks.down, stacks.down_bias)
-    if x.shape[0] <= tiles.DECODE_TOKENS and all(rows.data.stride(2) == 1 for rows in (up.w, up.u, down.w)):
+    few = x.shape[0] <= tiles.DECODE_TOKENS and not backends.invariant()
+    if few and all(rows.data.stride(2) == 1 for rows in (up.w, up.u, down.w)):
         experts_decode(x, ids, weights, up, down, activation, tail, outputs)
         return
     S, (E, _, I) = ids.numel(), stacks.down.shape

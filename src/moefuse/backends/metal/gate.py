@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.metal import tiles
 from moefuse.backends.metal.launch import Shader, ceil_div, given, or_stand_in, types_of, wide
 from moefuse.backends.metal.route import experts_per_lane, results, rule_numbers, rule_of
@@ -25,12 +26,13 @@ def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tu
     sizes = [H, x.stride(0), weight.stride(0), has_norm, int(return_normed), has_logit_bias]
     rule = rule_of(routing, E, router.bias, router.per_expert_scale), rule_numbers(routing)
     buffers = norm, logit_bias, bias, scale, weights, ids, normed if return_normed else x
-    if T <= tiles.GATE_DECODE_TOKENS and E * H <= tiles.WHOLE_ROUTER:
+    few = T <= tiles.GATE_DECODE_TOKENS and not backends.invariant()
+    if few and E * H <= tiles.WHOLE_ROUTER:
         group_size = 32 * min(32, E)
         shader.launch("gate_whole", (T,), group_size, x, weight, *buffers, *rule, sizes, float(router.eps))
         return weights, ids, normed
     logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
-    if T <= tiles.GATE_DECODE_TOKENS:
+    if few:
         shader.launch("gate_logits", (ceil_div(E, 8), T), 256, x, weight, norm, logits, sizes, E)
     else:
         tiled = Shader(("weights", "tiles", "gate_tiled"), {**types_of(X=x, W=weight, NORM=norm), "WIDE": aligned})

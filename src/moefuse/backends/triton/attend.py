@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, counters, launch, launch_dependents, wait
 from moefuse.types import Cache
 
@@ -16,6 +17,8 @@ from moefuse.types import Cache
 _PROGRAMS, _SPLITS = 132, 16
 #: numbers of partial sums that a program adds at once: 64 for each thread
 _MERGED = 8192
+#: tiles of a part in an invariant call
+_TILES = 8
 #: bytes of keys and values in a tile
 _BYTES = 1 << 15
 #: a window that leaves nothing out
@@ -68,10 +71,8 @@ def _merge(
     part = tl.arange(0, SPLITS)
     inside = (part < parts)[:, None] & (g < GROUP)[None, :]
     stats_ptrs = stats_ptr + 2 * ((base + part)[:, None] * GROUP + g[None, :])
-    tops = tl.load(stats_ptrs, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(stats_ptrs + 1, mask=inside, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, 0)
-    total = tl.sum(totals * tl.exp2(tops - _or_zero(top)[None, :]), 0)
+    top = tl.max(tl.load(stats_ptrs, mask=inside, other=float("-inf"), cache_modifier=".cg"), 0)
+    total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     for start in range(0, parts, AT_ONCE):
         some = start + tl.arange(0, AT_ONCE)
@@ -80,7 +81,10 @@ def _merge(
         theirs = tl.load(stats_ptr + 2 * rows, mask=here, other=float("-inf"), cache_modifier=".cg")
         sums_ptrs = sums_ptr + rows[:, :, None] * Dv + dv[None, None, :]
         sums = tl.load(sums_ptrs, mask=here[:, :, None] & (dv < Dv)[None, None, :], other=0.0, cache_modifier=".cg")
-        acc += tl.sum(sums * tl.exp2(theirs - _or_zero(top)[None, :])[:, :, None], 0)
+        totals = tl.load(stats_ptr + 2 * rows + 1, mask=here, other=0.0, cache_modifier=".cg")
+        share = tl.exp2(theirs - _or_zero(top)[None, :])
+        total += tl.sum(totals * share, 0)
+        acc += tl.sum(sums * share[:, :, None], 0)
     _finish(acc, top, total, g, pair, sinks_ptr, out_ptr, Hk, Dv, GROUP, BLOCK_DV)
 
 
@@ -91,6 +95,7 @@ def _attend_kernel(
     values_ptr,
     position_ptr,
     mask_ptr,
+    starts_ptr,
     sinks_ptr,
     scale,
     window,
@@ -113,10 +118,13 @@ def _attend_kernel(
     SPLITS: tl.constexpr,
     MERGED: tl.constexpr,
     STAGES: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Grid: sequences and heads of keys, then parts of the places that are seen.
 
     The parts are cut by the position, into whole tiles of BLOCK_L places; programs without one have nothing to do.
+    With ``starts_ptr`` a sequence begins at its own place, and with TILES a part has as many tiles, so that the cut
+    depends on the sequence alone.
     Which part arrives last changes nothing in the result; the counter is left at zero for the next launch.
     """
     stride_qb, stride_qh = q_strides
@@ -128,11 +136,16 @@ def _attend_kernel(
     head = pair % Hk
     behind = tl.load(position_ptr).to(tl.int64) + 1
     end = tl.maximum(tl.minimum(behind, L), 0).to(tl.int32)
-    begin = tl.minimum(tl.maximum(behind - window, 0), end).to(tl.int32)
+    begin = tl.maximum(behind - window, 0)
+    if starts_ptr is not None:
+        begin = tl.maximum(begin, tl.load(starts_ptr + b))
+    begin = tl.minimum(begin, end).to(tl.int32)
     seen = end - begin
     part = tl.program_id(1)
     tiles = (seen + tl.num_programs(1) * BLOCK_L - 1) // (tl.num_programs(1) * BLOCK_L)
     size = tl.maximum(tiles, 2 if seen <= 2 * BLOCK_L else 1) * BLOCK_L  # a second tile takes less than a second part
+    if TILES > 0:
+        size = TILES * BLOCK_L
     parts = (seen + size - 1) // size
     if part < tl.maximum(parts, 1):
         first = begin + part * size
@@ -185,19 +198,24 @@ def _attend_kernel(
                 _merge(sums_ptr, stats_ptr, pair, parts, sinks_ptr, out_ptr, Hk, Dv, GROUP, BLOCK_DV, SPLITS, MERGED)
 
 
+def places_of(D: int, Dv: int, size: int) -> int:
+    """Places of a tile of numbers of ``size`` bytes."""
+    return max(16, min(64, _BYTES // ((block_of(D) + block_of(Dv)) * size)))
+
+
 def tile_of(group: int, D: int, Dv: int, size: int, splits: int) -> dict[str, Any]:
     """What a kernel for numbers of ``size`` bytes is compiled for."""
     BLOCK_D, BLOCK_DV, heads = block_of(D), block_of(Dv), block_of(group, 1)
-    BLOCK_L = max(16, min(64, _BYTES // ((BLOCK_D + BLOCK_DV) * size)))
     return {
         "GROUP": group,
         "ROWS": block_of(group),
-        "BLOCK_L": BLOCK_L,
+        "BLOCK_L": places_of(D, Dv, size),
         "BLOCK_D": BLOCK_D,
         "BLOCK_DV": BLOCK_DV,
         "SPLITS": block_of(splits, 1),
         "MERGED": (max(1, _MERGED // (heads * BLOCK_DV)), heads),
         "STAGES": 2,
+        "TILES": _TILES if backends.invariant() else 0,
     }
 
 
@@ -210,12 +228,16 @@ def attend(
         return out
     group = Hq // Hk
     splits = max(1, min(_PROGRAMS // (B * Hk), _SPLITS, ceil_div(L, 16)))
+    starts = None
+    if backends.invariant():
+        splits = max(1, ceil_div(L, _TILES * places_of(D, Dv, q.element_size())))
+        starts = None if mask is None else mask.to(torch.int32).argmax(1)  # behind what pads a sequence on the left
     sums = torch.empty((B * Hk, splits, group, Dv), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * Hk, splits, group, 2), dtype=torch.float32, device=q.device)
     launch(
         _attend_kernel,
         (B * Hk, splits),
-        *(q, *cache, None if mask is None else mask.view(torch.uint8), sinks),
+        *(q, *cache, None if mask is None else mask.view(torch.uint8), starts, sinks),
         *(scale, _EVERYTHING if window is None else window),
         *(sums, stats, counters(sums, B * Hk), out),
         *(Hk, L, D, Dv),

@@ -11,7 +11,7 @@ from moefuse.backends.triton.experts_decode import experts_decode
 from moefuse.backends.triton.grouped_linear import product, rows_of, up_weights
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.plan import plan as make_plan
-from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS, product_tile, slot_columns
+from moefuse.backends.triton.runtime.tiles import decodes, product_tile, slot_columns
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.types import Activation, Outputs, Plan, Stacks, Tail
 
@@ -27,7 +27,7 @@ def experts(
     outputs: Outputs,
     z: Tensor | None,
 ) -> None:
-    if plan is None and x.shape[0] <= DECODE_TOKENS:
+    if plan is None and decodes(x.shape[0]):
         experts_decode(x, ids, weights, stacks, activation, tail, outputs)
         return
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.triton.route import Rule, route_row, rule_numbers
 from moefuse.backends.triton.runtime.launch import (
     HAS_PDL,
@@ -23,6 +24,8 @@ from moefuse.types import Router, Routing
 
 #: up to this many tokens the router is a matrix-vector product spread over experts
 _GEMV_TOKENS = 32
+#: parts of the sum over H in an invariant call, whatever the number of tokens
+_CHUNKS = 4
 #: programs of the router's product for more tokens, about: an H200 has as many multiprocessors
 _PROGRAMS = 132
 
@@ -222,7 +225,7 @@ def gate(x: Tensor, router: Router, routing: Routing, return_normed: bool) -> tu
     results = weights, ids, normed if return_normed else None
     numbers, BLOCK_H = rule_numbers(routing), block_of(H)
     options = {"RULE": Rule.of(routing, E), "BLOCK_H": BLOCK_H, "num_warps": _row_warps(BLOCK_H, E), "launch_pdl": PDL}
-    if T <= _GEMV_TOKENS:
+    if T <= _GEMV_TOKENS and not backends.invariant():
         logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
         tensors = x, *router, logits, counters(logits, T), *results
         PART = 1 if T == 1 else 2  # a token alone leaves multiprocessors free
@@ -251,7 +254,8 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
     # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
-    chunks = max(1, min(ceil_div(H, 2 * BLOCK_H), _PROGRAMS // tiles))
+    most = _CHUNKS if backends.invariant() else _PROGRAMS // tiles
+    chunks = max(1, min(ceil_div(H, 2 * BLOCK_H), most))
     steps = ceil_div(ceil_div(H, chunks), BLOCK_H)
     chunks = ceil_div(H, steps * BLOCK_H)
     logits = torch.empty((chunks, T, E), dtype=torch.float32, device=x.device)

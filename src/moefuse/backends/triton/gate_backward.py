@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.triton.gate import raw_logits
 from moefuse.backends.triton.route import Rule, rule_numbers
 from moefuse.backends.triton.route_backward import row_backward, row_warps, scale_gradient
@@ -157,7 +158,7 @@ def gate_backward(
 ) -> tuple[Tensor, ...]:
     weight, norm_weight, _, logit_bias, per_expert_scale, eps = router
     (T, H), E = x.shape, weight.shape[0]
-    many = T >= _MANY_TOKENS
+    many = T >= _MANY_TOKENS and not backends.invariant()
     f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     raw = raw_logits(x, router)
     d_logits, parts = torch.empty((T, E), **f32), torch.empty((T, routing.top_k), **f32)

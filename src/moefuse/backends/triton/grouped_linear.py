@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse import backends
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
@@ -413,7 +414,11 @@ def product(
     w, u, in_blocks = w_rows.data, u_rows.data, bool(w_rows.format or u_rows.format)
     gated = activation is not None and activation.gated
     # Of a z that is kept, and of what was made of it, nobody reads rows without an expert.
-    plain = not scatter and bias is None and (z is None or gated)
+    keeps = z is not None or (backends.invariant() and activation is not None)  # one path, whether z is kept or not
+    plain = not scatter and bias is None and (gated or not keeps)
+    if backends.invariant() and not (x.is_contiguous() and begins_aligned(x)):
+        unrecordable("rows are moved")
+        x = x.clone(memory_format=torch.contiguous_format)  # where rows lie must not choose the path
     if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
         if fill and z is None:
             out.zero_()

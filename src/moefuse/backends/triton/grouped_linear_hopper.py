@@ -15,6 +15,7 @@ warpgroup.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moefuse import backends
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.formats.blocks import (
@@ -739,7 +741,7 @@ def decodes_ahead(load: float, K: int, format: str) -> bool:
 
     The others are for grouped_linear_hopper_blocks.py.
     """
-    return load > SELF_DECODED_ROWS and K % (64 * _groups(DECODERS[format])) == 0
+    return load > SELF_DECODED_ROWS and not backends.invariant() and K % (64 * _groups(DECODERS[format])) == 0
 
 
 def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
@@ -751,6 +753,8 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     load = out.shape[0] / max(1, E)
     if blocks and w.exact:  # the other way for few rows gains by rounding
         load += SWAP_AB_ROWS_IN_BLOCKS
+    if backends.invariant() and out.shape[0]:
+        load = math.inf  # it serves every number of rows, or none
     if not fits(load, E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
     unrecordable("a descriptor holds an address")

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefuse import backends
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.plain import plain_product
 from moefuse.backends.triton.grouped_linear import block_sums, decoder_of, may_round, product, row_sums, rows_of
@@ -23,7 +24,7 @@ from moefuse.backends.triton.runtime.launch import (
     prefetch_rows,
     wait,
 )
-from moefuse.backends.triton.runtime.tiles import LINEAR_ROWS, Tile, product_tile
+from moefuse.backends.triton.runtime.tiles import Tile, is_one_launch, product_tile
 from moefuse.backends.triton.runtime.tuned import linear_tile_for
 from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan, Projections, Weight
@@ -230,15 +231,18 @@ def _plan_of_one(T: int, device: torch.device) -> Plan:
 
 
 def _many(x: Tensor, projections: Projections, residual: Tensor | None, out: Tensor) -> None:
-    """Numbers by torch, whose product of large matrices is the vendor's; blocks by the grouped product."""
+    """Numbers by torch, whose product of large matrices is the vendor's; blocks by the grouped product.
+
+    The vendor's kernels go by the number of rows, so an invariant call takes the grouped product for numbers, too.
+    """
     T, pairs = x.shape[0], projections.pairs
     for (weight, bias), stop in zip(pairs, projections.stops, strict=True):
         here = out[:, stop - weight.shape[0] : stop]
-        if not isinstance(weight, QuantTensor):
+        if not isinstance(weight, QuantTensor) and not backends.invariant():
             plain_product(x, weight, bias, residual, here)
             continue
         weights = Weights.of(weight, None if bias is None else bias[None], _rows_of)
-        tile = product_tile(T, x.element_size(), False, x.device, weight.format)
+        tile = product_tile(T, x.element_size(), False, x.device, weights.w.format)
         dense = here if len(pairs) == 1 else torch.empty(here.shape, dtype=x.dtype, device=x.device)
         product(x, weights, _plan_of_one(T, x.device), None, dense, tile)
         if residual is not None:
@@ -251,6 +255,6 @@ def linear(x: Tensor, projections: Projections, residual: Tensor | None) -> Tens
     (T, K), width = x.shape, projections.stops[-1]
     out = torch.empty((T, width), dtype=x.dtype, device=x.device)
     if T and width:
-        run = _few if T <= LINEAR_ROWS and K else _many
+        run = _few if is_one_launch(T, K) else _many
         run(x, projections, residual, out)
     return out

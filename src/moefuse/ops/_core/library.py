@@ -16,6 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefuse.ops._core import select
+from moefuse.ops._core.invariance import asked
 from moefuse.ops._core.memory import DENSE
 from moefuse.ops._core.schema import Flat, Signature
 from moefuse.quant.tensor import QuantTensor
@@ -129,6 +130,7 @@ class Op(Generic[P, R]):
     def __call__(self, backend: str | None, *values: P.args, **named: P.kwargs) -> R:
         if backend is not None and not isinstance(backend, str):
             raise TypeError(f"{self.name}: backend must be a name, got {type(backend).__name__}")
+        backend = asked(backend)
         flat = self.signature.flatten((backend, *values))
         if _is_plain_eager(flat):
             return self.kernel(backend, *values, **named)

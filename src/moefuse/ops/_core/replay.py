@@ -16,6 +16,7 @@ from torch import Tensor
 from moefuse import backends, config
 from moefuse.backends.cpu import _native
 from moefuse.ops._core import select
+from moefuse.ops._core.invariance import apart
 from moefuse.ops._core.library import PLAIN, unwatched
 from moefuse.ops._core.memory import DENSE, is_settled
 from moefuse.ops._core.schema import signature_of
@@ -140,7 +141,7 @@ def _recorded(
     call: Call, function: Callable[..., Any], values: tuple[Any, ...]
 ) -> Callable[[tuple[Tensor, ...]], Any] | None:
     _, backend, *_ = call.key
-    name = backend or config.backend()
+    name = apart(backend)[0] or config.backend()
     device = next(iter(call.tensors)).device.type
     row = next((row for row in backends.BACKENDS if row.name == name or (name is None and device in row.devices)), None)
     recorder = None if row is None or row.missing() is not None else getattr(row.load(), "record", None)

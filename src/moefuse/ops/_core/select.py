@@ -18,6 +18,8 @@ import torch
 from moefuse import backends, config
 from moefuse.backends import REFERENCE
 from moefuse.ops._core import memory
+from moefuse.ops._core.invariance import apart
+from moefuse.ops._core.invariance import like as in_mode_of
 from moefuse.quant.tensor import format_in
 from moefuse.types import name_of
 
@@ -32,6 +34,10 @@ _MOST = 1024
 REFERENCES: dict[str, Callable[..., Any]] = {}
 #: what else rests on a choice and goes when choices are forgotten
 FORGET: list[Callable[[], Any]] = []
+
+
+#: ops without arithmetic: their reference is the same in every batch
+_WHOLE_NUMBERS = frozenset(("plan",))
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class _Question:
     saves: bool = False
     backend: str | None = None
     forced: str | None = None
+    invariant: bool = False
 
 
 def _rejection(row: backends.Backend, asked: _Question, by_name: bool) -> str | None:
@@ -106,10 +113,18 @@ def _answer(asked: _Question) -> Selection:
             why = f"takes {asked.device} tensors" if explicit is None else source
             decisions.append(Decision(row.name, True, why))
             kernel = row.load().OPS[op]
+            if asked.invariant:
+                kernel = backends.invariantly(kernel)
             return Selection(op, asked.device, row.name, memory.settled(op, kernel), kernel, tuple(decisions))
         if explicit is not None:
             raise ValueError(f"{op}: backend {explicit!r} ({source}) cannot run this call: {reason}")
         decisions.append(Decision(row.name, False, reason))
+    if asked.invariant and op not in _WHOLE_NUMBERS:
+        tried = "; ".join(f"{d.backend}: {d.reason}" for d in decisions if explicit is None)
+        raise ValueError(
+            f"{op}: plain torch gives a row other bits in another batch, so it does not run inside invariant()"
+            + (f"; and no backend can run this call: {tried}" if tried else "")
+        )
     decisions.append(Decision(REFERENCE, True, source if explicit else "runs everywhere"))
     return Selection(op, asked.device, REFERENCE, REFERENCES[op], REFERENCES[op], tuple(decisions))
 
@@ -125,8 +140,9 @@ def _chosen(
     forced: str | None,
 ) -> Selection:
     """The answer; said once when the backend made for this device does not serve."""
-    selection = _answer(_Question(op, device, dtype, specs, saves, backend, forced))
-    if backend is None and forced is None and selection.backend == REFERENCE:
+    name, invariant = apart(backend)
+    selection = _answer(_Question(op, device, dtype, specs, saves, name, forced, invariant))
+    if name is None and forced is None and selection.backend == REFERENCE:
         for row, decision in zip(backends.BACKENDS, selection.decisions, strict=False):
             if device in row.devices:
                 _say(op, row.name, decision.reason)
@@ -173,12 +189,12 @@ def inherit(op: str, backend: str | None, saves: bool = False) -> str | None:
 
     Where it has not, the reference, and that is said once.
     """
-    row = backends.find(backend or config.backend())
+    row = backends.find(apart(backend)[0] or config.backend())
     reason = None if row is None else _lacking(row, op, saves)
     if row is None or reason is None:
         return backend
     _say(op, row.name, reason)
-    return REFERENCE
+    return in_mode_of(backend, REFERENCE)
 
 
 def forget() -> None:

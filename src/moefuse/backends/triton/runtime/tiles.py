@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from moefuse import backends
 from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
 
 
@@ -56,6 +57,16 @@ MIXED = Tile(16, 32, 256, 4, 1)
 _DECODE_PROGRAMS = 600
 #: programs that fill a card with one each, about
 _SMALL_CARD = 128
+
+
+def decodes(T: int) -> bool:
+    """Whether each assignment of so many tokens is a matrix-vector product of its own."""
+    return T <= DECODE_TOKENS and not backends.invariant()
+
+
+def is_one_launch(T: int, K: int) -> bool:
+    """Whether `moefuse.linear` of so many rows reads each weight once, in one launch."""
+    return T <= LINEAR_ROWS and K > 0 and not backends.invariant()
 
 
 def shared_limit(device: torch.device) -> int:
@@ -109,7 +120,12 @@ def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str
 
 
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
-    """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory."""
+    """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory.
+
+    In an invariant call the load does not count: the height of a tile decides which tensor cores multiply.
+    """
+    if backends.invariant():
+        return _one_product_tile(itemsize, gated, device, format)
     if INTERPRETED:
         few = format and rows_per_expert <= 2
         return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 1)
@@ -129,6 +145,18 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
         tile = Tile(128, 128, 64, 8, 4, engine) if gated else Tile(128, 256, 64, 8, 4, engine)
     if itemsize == 4:
         tile = Tile(min(tile.m, 64), 64, 32, 4, 2)
+    return _fitted(tile, itemsize, gated, device)
+
+
+def _one_product_tile(itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
+    """The one tile for every number of rows; too high to be multiplied row by row of rounded x."""
+    if INTERPRETED:
+        return Tile(16, 256 if format else 32, 32, 4, 1)
+    if format:
+        tile = Tile(16 if itemsize == 4 else 32, 64, 256, 4, 2)
+        return _with_fewer_stages(tile, itemsize, gated, device, format)
+    engine = capability(device) >= (9, 0)
+    tile = Tile(64, 64, 32, 4, 2) if itemsize == 4 else Tile(64, 64 if gated else 128, 64, 4, 4, engine)
     return _fitted(tile, itemsize, gated, device)
 
 
@@ -169,6 +197,11 @@ def _block_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torc
         tile = Tile(32, 64, 256, 4, 2)
     else:
         tile = Tile(64, 128, 256, 8, 2)
+    return _with_fewer_stages(tile, itemsize, gated, device, format)
+
+
+def _with_fewer_stages(tile: Tile, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
+    """Until the tile fits the card's shared memory; its strip stays."""
     limit = shared_limit(device)
     while tile.stages > 1 and tile.shared_bytes(itemsize, gated, format) > limit:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
@@ -184,13 +217,15 @@ DECODED_BYTES = 128 << 20
 
 def decodes_first(rows_per_expert: float, itemsize: int) -> bool:
     """Whether a transposed product with weights in blocks decodes them ahead: of many rows each tile would again."""
-    return rows_per_expert > MANY_ROWS and itemsize == 2
+    return rows_per_expert > MANY_ROWS and itemsize == 2 and not backends.invariant()
 
 
 def transposed_tile(rows_per_expert: float, itemsize: int, device: torch.device, in_blocks: bool = False) -> Tile:
     """The tile of a product with a transposed weight; ``in_blocks``: which is decoded on the way, half a strip wide."""
     if INTERPRETED:
         return Tile(16, 128 if in_blocks else 32, 32, 4, 1)
+    if backends.invariant():
+        rows_per_expert = MANY_ROWS  # the load does not count
     engine = capability(device) >= (9, 0)
     if in_blocks and itemsize == 4:
         return Tile(32, 128, 32, 4, 1)
