@@ -50,9 +50,7 @@ inline void store_f16(void* p, Vec v) {
 // 64 bytes in e4m3, over 2**8: the even and the odd elements of the first 32, then those of the others. Not-a-number,
 // which comes out as 480, raises a byte of `most` to 0xfe.
 using Most = __m512i;
-inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
-  __m512i raw = _mm512_loadu_si512(p);
-  asm("" : "+v"(raw));  // or it would be loaded for each use
+inline __attribute__((always_inline)) void load_any_e4m3(__m512i raw, Most& most, Vec (&out)[4]) {
   most = _mm512_max_epu8(most, _mm512_add_epi8(raw, raw));
   // As a float16: the sign on top, a zero bit, then exponent and mantissa.
   __m512i mask = _mm512_set1_epi16(static_cast<int16_t>(0xbf80));
@@ -62,6 +60,26 @@ inline void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
   out[1] = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xff, odd, 0));
   out[2] = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xff, even, 1));
   out[3] = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xff, odd, 1));
+}
+inline __attribute__((always_inline)) void load_e4m3(const void* p, Most& most, Vec (&out)[4]) {
+  __m512i raw = _mm512_loadu_si512(p);
+  asm("" : "+v"(raw));  // or it would be loaded for each use
+  // Twice a byte, less 16: 238 or more is a denormal number, zero or none, of which weights have one in ten thousand.
+  __m512i twice = _mm512_sub_epi8(_mm512_add_epi8(raw, raw), _mm512_set1_epi8(16));
+  if (__builtin_expect(_mm512_cmpge_epu8_mask(twice, _mm512_set1_epi8(static_cast<char>(238))) != 0, false)) {
+    return load_any_e4m3(raw, most, out);
+  }
+  // As a bf16: the sign on top, 112 in the exponent, whose low four bits are the byte's own, then its mantissa.
+  __m512i mask = _mm512_set1_epi16(static_cast<int16_t>(0x87f0)), exponent = _mm512_set1_epi16(0x3800);
+  __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  auto halves = static_cast<const __m256i*>(p);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(halves + i)), 4);
+    wide = _mm512_ternarylogic_epi32(wide, mask, exponent, 0xea);  // wide & mask | exponent
+    out[2 * i] = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, wide, 16));
+    out[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(wide, high));
+  }
 }
 inline bool has_nan(Most most) { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(static_cast<char>(0xfe))) != 0; }
 
