@@ -18,7 +18,7 @@ from moefuse.hf.gguf_models import ARCHITECTURES
 from moefuse.hf.support import on_interface
 from moefuse.nn import QuantLinear
 from moefuse.nn.from_gguf import FAMILIES
-from moefuse.nn.quantized import QuantModule
+from moefuse.nn.quantized import BlockModule, QuantModule
 from moefuse.quant.gguf import read, write
 from moefuse.testing.compare import difference
 
@@ -193,6 +193,26 @@ def test_moving_arranges_blocks(tmp_path: Path, moves: Any) -> None:
     to_gpu(model)
     moefuse.hf.dequantize(model)
     assert difference(logits(model, tokens), want.double()).worst < TOLERANCE
+
+
+def test_arranged_for_a_cpu(tmp_path: Path) -> None:
+    """The same bits from memory of its own, eager, patched and captured; the words that two modules share once."""
+    name = "qwen3moe with a dense layer, biases and one matrix of words"
+    make(KINDS[name], tmp_path / "model.gguf", in_blocks=True)
+    plain, _ = load(tmp_path / "model.gguf")
+    model, _ = load(tmp_path / "model.gguf", arrange=True)
+    arranged = [module for module in model.modules() if isinstance(module, BlockModule)]
+    specs = [weight.spec for module in arranged for weight in module._held().values()]
+    assert sum("interleaved" in spec for spec in specs) > len(specs) / 2
+    assert model.lm_head.spec.endswith(":interleaved:exact")
+    assert model.lm_head.blocks is model.model.embed_tokens.blocks
+    tokens = torch.randint(0, 320, (2, 9))
+    want = logits(plain, tokens)
+    assert torch.equal(logits(model, tokens), want)
+    state, arranged_state = plain.state_dict(), model.state_dict()
+    assert all(torch.equal(arranged_state[name], value) for name, value in state.items())
+    moefuse.hf.patch(plain), moefuse.hf.patch(model)
+    assert torch.equal(logits(model, tokens), logits(plain, tokens))
 
 
 def test_a_shared_expert_in_blocks_is_patched_whole(tmp_path: Path) -> None:

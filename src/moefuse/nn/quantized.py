@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse.backends.cpu.interleave import interleaved
 from moefuse.nn.shared import autocast_type
 from moefuse.ops._core.checks import FLOATS, check_instance, check_tensor
+from moefuse.ops._core.memory import interleaved
 from moefuse.ops.linear import linear
 from moefuse.quant.arrange import FILE, INTERLEAVED, can_interleave, wanted
 from moefuse.quant.tensor import QuantTensor, arrange_, in_file_order, wrap

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from moefuse.backends.cpu.interleave import interleaved as interleaved  # for modules that arrange their blocks
 from moefuse.types import Plan
 
 P = ParamSpec("P")
