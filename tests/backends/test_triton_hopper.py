@@ -221,7 +221,8 @@ from moefuse.backends.triton.grouped_linear_hopper_blocks import _swap_ab_blocks
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_RINGS, SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):
-    layout = NVMMASharedLayout(block[-1] * bits // 8, bits, rank=len(block))
+    width = block[-1] * bits // 8
+    layout = NVMMASharedLayout(width if width >= 32 else 0, bits, rank=len(block))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>".replace(" ", "")
 
 for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
@@ -248,7 +249,7 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     if SELF_DECODED:
         high = 64 * high_bits(decode) // base_bits(decode)
         box = desc("u8", 1, 32, 64, bits=8)
-        high_box = desc("u8", 1, 32, high, bits=8).replace("swizzle_byte_width=16", "swizzle_byte_width=0")
+        high_box = desc("u8", 1, 32, high, bits=8)
         types |= dict(w_desc=box, u_desc=box, w_high_desc=high_box, u_high_desc=high_box)
         if not high:
             known.update(w_high_desc=None, u_high_desc=None)

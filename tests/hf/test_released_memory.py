@@ -120,5 +120,6 @@ def test_quantising_while_loading_never_holds_the_numbers(tmp_path: Path) -> Non
     assert experts < 0.3 * size
     _, E, H, I = SIZES["bfloat16"]
     stack = 2 * E * 2 * I * H  # its halves, the whole and pages of the file are there at once
-    assert peak <= 1.15 * experts + 5 * stack
+    # Peaks of 474 to 510 MiB were seen with 506 at five stacks: the system takes pages of the file back when it likes.
+    assert peak <= 1.15 * experts + 6 * stack
     assert peak < 0.9 * size
