@@ -1,6 +1,7 @@
 """from_gguf: a file's model and tokenizer, against transformers with the same numbers."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import moefuse.hf
 from moefuse import quantize
 from moefuse.hf.gguf_experts import BlockExperts, block_experts, dequantized_bytes
 from moefuse.hf.gguf_models import ARCHITECTURES
+from moefuse.hf.load import _fits_twice
 from moefuse.hf.support import on_interface
 from moefuse.nn import QuantLinear
 from moefuse.nn.from_gguf import FAMILIES
@@ -213,6 +215,16 @@ def test_arranged_for_a_cpu(tmp_path: Path) -> None:
     assert all(torch.equal(arranged_state[name], value) for name, value in state.items())
     moefuse.hf.patch(plain), moefuse.hf.patch(model)
     assert torch.equal(logits(model, tokens), logits(plain, tokens))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what is free from /proc")
+def test_all_parts_of_a_model_must_fit_twice(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"model[a]-0000{part}-of-00002.gguf" for part in (1, 2))
+    first.write_bytes(b"GGUF")
+    assert _fits_twice(first)
+    with second.open("wb") as file:
+        file.truncate(2**42)  # a hole, which takes no room
+    assert not _fits_twice(first)
 
 
 def test_a_shared_expert_in_blocks_is_patched_whole(tmp_path: Path) -> None:

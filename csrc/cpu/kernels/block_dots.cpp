@@ -296,31 +296,29 @@ void decode_rows(const char* const* rows, int64_t count, int64_t n, float* out, 
   }
 }
 
-// As rows lie in a file, and interleaved.
-template <class F>
-constexpr BlockFormat kRows = {
-    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F, Columns>},
-    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Columns, Exact<F>>},
-    decode_rows<F, Slices>,
+// Products read rows by `Source`, numbers are decoded from `Lying`.
+template <class F, class Source, class Lying>
+constexpr BlockFormat kBlockFormat = {
+    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F, Source>},
+    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Source, Exact<F>>},
+    decode_rows<F, Lying>,
 };
 template <class F>
-constexpr BlockFormat kStrips16 = {
-    {kGroup, sizeof(Group), F::kSize, F::kBytes, pack_groups, integer_dots<F, Interleaved>},
-    {kGroup, kGroup * 4, F::kSize, F::kBytes, pack_plain, dots<F, Interleaved, Exact<F>>},
-    decode_rows<F, Interleaved>,
-};
+constexpr BlockFormat kInFile = kBlockFormat<F, Columns, Slices>;
+template <class F>
+constexpr BlockFormat kInTurns = kBlockFormat<F, Interleaved, Interleaved>;
 
 }  // namespace
 
 // In the order of WeightType, from q4_k on.
 extern const BlockFormat kBlockFormats[kIntegerTypes] = {
-    kRows<Q4_K>, kRows<Q6_K>, kRows<Q8_0>,   kRows<Q4_0>,   kRows<Q5_K>,  kRows<Q5_0>, kRows<Q5_1>,
-    kRows<Q4_1>, kRows<IQ4_NL>, kRows<IQ4_XS>, kRows<MXFP4>, kRows<Q2_K>, kRows<Q3_K>,
+    kInFile<Q4_K>, kInFile<Q6_K>, kInFile<Q8_0>,   kInFile<Q4_0>,   kInFile<Q5_K>,  kInFile<Q5_0>, kInFile<Q5_1>,
+    kInFile<Q4_1>, kInFile<IQ4_NL>, kInFile<IQ4_XS>, kInFile<MXFP4>, kInFile<Q2_K>, kInFile<Q3_K>,
 };
 extern const BlockFormat kInterleavedFormats[kIntegerTypes] = {
-    kStrips16<Q4_K>, kStrips16<Q6_K>, kStrips16<Q8_0>,   kStrips16<Q4_0>,   kStrips16<Q5_K>,  kStrips16<Q5_0>,
-    kStrips16<Q5_1>, kStrips16<Q4_1>, kStrips16<IQ4_NL>, kStrips16<IQ4_XS>, kStrips16<MXFP4>, kStrips16<Q2_K>,
-    kStrips16<Q3_K>,
+    kInTurns<Q4_K>, kInTurns<Q6_K>, kInTurns<Q8_0>,   kInTurns<Q4_0>,   kInTurns<Q5_K>,  kInTurns<Q5_0>,
+    kInTurns<Q5_1>, kInTurns<Q4_1>, kInTurns<IQ4_NL>, kInTurns<IQ4_XS>, kInTurns<MXFP4>, kInTurns<Q2_K>,
+    kInTurns<Q3_K>,
 };
 
 }  // namespace moefuse::MOEFUSE_ISA

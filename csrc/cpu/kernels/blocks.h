@@ -99,8 +99,8 @@ struct Columns : Rows {
   void add_fifth_bits(int64_t at, Bytes* q) const { add_fifth_bits_of(fields<uint32_t>(at), q); }
 };
 
-// The same where kStripRows rows lie interleaved: of every field all rows' first words, then all their second ones. A field of
-// a half or a byte is a word of that size.
+// The same where kStripRows rows lie interleaved: of every field all rows' first words, then all their second ones. A
+// field of a half or a byte is a word of that size.
 struct Interleaved {
   static constexpr bool kInterleaved = true;
   const char* strip = nullptr;

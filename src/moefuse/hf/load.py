@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def load(
 ) -> tuple[Any, Any]:
     """A causal language model on our experts, in eval mode, and its tokenizer.
 
-    FP8 and MXFP4 checkpoints stay as they are released, and models that were saved in blocks in their blocks.
+    FP8 and MXFP4 checkpoints stay as they are released, and models that were saved in blocks in their blocks. Those of
+    a GGUF file are arranged for the CPU where that leaves memory, see `from_gguf`.
 
     Args:
         path: a directory as ``save_pretrained`` writes it and ``hf download`` fetches it, or a GGUF file.
@@ -96,11 +98,12 @@ def _refuse_other_files(path: Path) -> None:
 
 
 def _fits_twice(path: Path) -> bool:
-    """Whether a file, and a copy of it in memory of its own, leave room; where the system does not say, they do not."""
+    """Whether a model's files and a copy in memory leave room; where the system does not say, they do not."""
+    names = glob.escape(path.name).replace("-00001-of-", "-?????-of-")
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-        return 2 * path.stat().st_size < free
+        return 2 * sum(part.stat().st_size for part in path.parent.glob(names)) < free
     except (OSError, StopIteration, ValueError):
         return False
 
