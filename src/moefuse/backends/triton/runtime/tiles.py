@@ -49,6 +49,8 @@ SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
 SELF_DECODED_ROWS = 48
 #: tokens of its tiles -> stages of tokens, and boxes of codes
 SWAP_AB_RINGS = {32: (8, 8), 128: (5, 6)}
+#: likewise stages of grouped_linear_hopper_fp8.py's product
+SWAP_AB_STAGES_FP8 = {32: 8, 64: 7, 128: 5, 256: 4}
 #: tiles of blocks up to this high are multiplied row by row of x, without tensor cores
 FEW_ROWS = 8
 #: of gate rows in blocks beside up rows in numbers, or the other way round: strips of both take their room
@@ -168,6 +170,11 @@ def swap_ab_width(rows_per_expert: float) -> int:
 def swap_ab_blocks_width(rows_per_expert: float) -> int:
     """Likewise of grouped_linear_hopper_blocks.py's product."""
     return 32 if rows_per_expert <= SELF_DECODED_ROWS else 128
+
+
+def swap_ab_fp8_width(rows_per_expert: float) -> int:
+    """Likewise of grouped_linear_hopper_fp8.py's product."""
+    return 32 if rows_per_expert <= SELF_DECODED_ROWS else swap_ab_width(rows_per_expert)
 
 
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
