@@ -759,14 +759,20 @@ def row_products(
     total = _no_sums(A, RUNS, B, DECODE)
     second = _no_sums(A, RUNS, B, SECOND)
     for start in range(0, 32 * RUNS if ONCE else K, 32 * RUNS):
+        now, second_now = loaded, second_loaded
+        # Codes in e4m3 leave registers to ask for the next ones before these are multiplied.
+        if not ONCE and _in_e4m3(DECODE):
+            loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
+            if SECOND is not None:
+                second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
         numbers = _x_runs(x_ptr, start, K, stride, RUNS)
-        total = _next(loaded, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
-        if not ONCE:
+        total = _next(now, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
+        if not ONCE and not _in_e4m3(DECODE):
             loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
         if SECOND is not None:
             x = _x_for(numbers, A, RUNS, ROUNDED, SECOND)
-            second = _next(second_loaded, x, start, second, ROUNDED, SECOND)
-            if not ONCE:
+            second = _next(second_now, x, start, second, ROUNDED, SECOND)
+            if not ONCE and not _in_e4m3(DECODE):
                 second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
     if len(total.shape) == 4:
         total = tl.sum(total, 3)
