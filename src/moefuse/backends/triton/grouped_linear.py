@@ -419,18 +419,19 @@ def product(
     if backends.invariant() and not (x.is_contiguous() and begins_aligned(x)):
         unrecordable("rows are moved")
         x = x.clone(memory_format=torch.contiguous_format)  # where rows lie must not choose the path
-    in_fp8 = plain and hopper is not None and grouped_linear_hopper_fp8.takes(x, w_rows, u_rows, out, gated)
-    if in_fp8 or (plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated)):
-        if fill and z is None:
-            out.zero_()
-        tiles = tiles or TokenTiles(plan.offsets, S)
-        run = hopper.swap_ab_product
-        if in_fp8:
-            run = grouped_linear_hopper_fp8.swap_ab_fp8
-        elif w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
-            run = grouped_linear_hopper_blocks.swap_ab_blocks
-        run(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
-        return
+    if plain and hopper is not None:
+        in_fp8 = grouped_linear_hopper_fp8.takes(x, w_rows, u_rows, out, gated)
+        if in_fp8 or hopper.takes(x, w_rows, u_rows, out, gated):
+            if fill and z is None:
+                out.zero_()
+            tiles = tiles or TokenTiles(plan.offsets, S)
+            run = hopper.swap_ab_product
+            if in_fp8:
+                run = grouped_linear_hopper_fp8.swap_ab_fp8
+            elif w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
+                run = grouped_linear_hopper_blocks.swap_ab_blocks
+            run(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
+            return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     if tile.copy_engine and not in_blocks and K % tile.k == 0:
