@@ -123,8 +123,8 @@ from moefuse.backends.triton.activations import ACTIVATIONS
 from moefuse.backends.triton.grouped_linear_hopper_fp8 import Form, _swap_ab_fp8_kernel
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES_FP8
 
-def desc(dtype, *block, bits=8, swizzle=128):
-    layout = NVMMASharedLayout(swizzle, bits, rank=len(block))
+def desc(dtype, *block):
+    layout = NVMMASharedLayout(128, 8, rank=len(block))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>".replace(" ", "")
 
 for GATED, WIDTH, K in VARIANTS:
@@ -134,12 +134,11 @@ for GATED, WIDTH, K in VARIANTS:
     if not GATED:
         known.update(z_ptr=None)
     codes = "fp8e4nv"
-    types = dict(out_ptr="*bf16", z_ptr="*bf16", tiles_ptr="*i32", w_ptr="*u8", pitch="i32")
-    types |= dict(numbers=("fp32", "fp32"), blocks_at=("i64", "i32", "i32", ("i32",) * 4))
+    types = dict(out_ptr="*bf16", z_ptr="*bf16", tiles_ptr="*i32", w_ptr="*u8", scales_ptr="*fp32")
+    types |= dict(pitch="i32", numbers=("fp32", "fp32"), blocks_at=("i64", "i32", "i32", ("i32",) * 4))
     types |= dict(x_desc=desc(codes, WIDTH, 128), half_desc=desc(codes, WIDTH // 2, 128))
     box = (1, 8, 2, 8, 128) if GATED else (1, 128, 128)
     types |= dict(tail_desc=desc(codes, 32, 128), w_desc=desc(codes, *box))
-    types |= dict(s_desc=desc("fp32", WIDTH, bits=32, swizzle=0), s_tail_desc=desc("fp32", 32, bits=32, swizzle=0))
     names = [p.name for p in _swap_ab_fp8_kernel.params]
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(i,): known[name] for i, name in enumerate(names) if name in known}

@@ -5,8 +5,8 @@ Activations are rounded to e4m3 in a launch of their own, with a scale for each 
 the plan, so that the copy engine brings all operands. A stage holds 128 values of K, for which a weight row has one
 scale too: their products are summed by themselves, and that sum times both scales is added to the result, in float32.
 
-``full[stage]`` completes with the bytes of the copy engine, ``empty[stage]`` with an arrival of each multiplying
-warpgroup.
+``full[stage]`` completes with the bytes of the copy engine and an arrival of each thread that copies scales,
+``empty[stage]`` with one of each multiplying warpgroup.
 """
 # mypy: disable-error-code="assignment"
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -37,10 +38,10 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     described,
     finish,
     is_hopper,
+    load_rows,
     load_tile,
     most,
     shape_of,
-    shared_layout,
     span,
     tile_of,
     visits_of,
@@ -56,6 +57,8 @@ SHARED = gl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
 #: rows of x that a program rounds, and runs of 128 of each
 _ROUND_ROWS, _ROUND_RUNS = 8, 4
+#: rows of the largest tile
+_TILE_ROWS = max(SWAP_AB_STAGES_FP8) + TokenTiles.SPARE
 
 
 @triton.jit(do_not_specialize=["S", "divisor"])
@@ -136,17 +139,20 @@ def _ahead(k):
 
 
 @gluon.jit
-def _produce(rings, tiles_ptr, descs, pitch, FORM: gl.constexpr):
-    """Fill the ring, tile after tile."""
+def _produce(rings, pointers, descs, pitch, FORM: gl.constexpr):
+    """Fill the ring, tile after tile. Scales of tokens are copied by threads: they begin at any word."""
     x_ring, tail_ring, w_ring, s_ring, s_tail_ring, full, empty = rings
-    x_desc, half_desc, tail_desc, w_desc, s_desc, s_tail_desc = descs
+    x_desc, half_desc, tail_desc, w_desc = descs
     PROGRAMS: gl.constexpr = FORM.programs
     WIDTH: gl.constexpr = FORM.width
     HALF: gl.constexpr = WIDTH // 2
     BLOCK_N: gl.constexpr = 64 if FORM.gated else 128
     COLUMNS: gl.constexpr = (FORM.n + BLOCK_N - 1) // BLOCK_N
-    # Weights, and the scales of WIDTH tokens.
-    ALWAYS: gl.constexpr = 128 * SHARED + WIDTH * 4
+    WEIGHTS: gl.constexpr = 128 * SHARED
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    scales_ptr, tiles_ptr = pointers
+    scale_ptrs = scales_ptr + gl.arange(0, WIDTH, layout=layout)
+    tail_ptrs = scales_ptr + WIDTH + gl.arange(0, TAIL_ROWS, layout=layout)
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -160,9 +166,9 @@ def _produce(rings, tiles_ptr, descs, pitch, FORM: gl.constexpr):
         for run in range(FORM.k // SHARED):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, ALWAYS + HALF * SHARED, pred=rows <= HALF)
-            mbarrier.expect(bar, ALWAYS + WIDTH * SHARED, pred=(rows > HALF) & (rows <= WIDTH))
-            mbarrier.expect(bar, ALWAYS + WIDTH * SHARED + TAIL_ROWS * (SHARED + 4), pred=rows > WIDTH)
+            mbarrier.expect(bar, WEIGHTS + HALF * SHARED, pred=rows <= HALF)
+            mbarrier.expect(bar, WEIGHTS + WIDTH * SHARED, pred=(rows > HALF) & (rows <= WIDTH))
+            mbarrier.expect(bar, WEIGHTS + (WIDTH + TAIL_ROWS) * SHARED, pred=rows > WIDTH)
             start = SHARED * run
             at = [expert, column // 8, 0, 0, start] if FORM.gated else [expert, column, start]
             load_tile(w_desc, at, bar, w_ring.index(stage))
@@ -170,9 +176,11 @@ def _produce(rings, tiles_ptr, descs, pitch, FORM: gl.constexpr):
             load_tile(half_desc, [first, start], bar, x.slice(0, HALF, dim=0), pred=rows <= HALF)
             load_tile(x_desc, [first, start], bar, x, pred=rows > HALF)
             load_tile(tail_desc, [first + WIDTH, start], bar, tail_ring.index(stage), pred=rows > WIDTH)
-            scale_at = run * pitch + first
-            load_tile(s_desc, [scale_at], bar, s_ring.index(stage))
-            load_tile(s_tail_desc, [scale_at + WIDTH], bar, s_tail_ring.index(stage), pred=rows > WIDTH)
+            scale_at = run.to(gl.int64) * pitch + first
+            load_rows(s_ring.index(stage), scale_ptrs + scale_at)
+            if rows > WIDTH:
+                load_rows(s_tail_ring.index(stage), tail_ptrs + scale_at)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = advance(stage, phase, FORM.stages)
 
 
@@ -329,8 +337,7 @@ def _swap_ab_fp8_kernel(
     half_desc,
     tail_desc,
     w_desc,
-    s_desc,
-    s_tail_desc,
+    scales_ptr,
     tiles_ptr,
     out_ptr,
     z_ptr,
@@ -342,10 +349,10 @@ def _swap_ab_fp8_kernel(
 ):
     """out [S, N] of all tiles, and z where given. Grid: programs; columns of a tile of tokens are next to each other.
 
-    x: rows in FP8 through descriptors of ``width`` rows, half and tail; their scales, ``pitch`` apart for each 128
-    columns, through two of ``width`` and tail. w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows
-    by turns. ``blocks_at``: how far the up rows' matrices are from the gate rows', the bytes and the rows of a matrix,
-    and which of these are gate rows and up rows.
+    x: rows in FP8 through descriptors of ``width`` rows, half and tail; their scales, ``pitch`` apart for the next 128
+    columns. w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. ``blocks_at``: how far
+    the up rows' matrices are from the gate rows', the bytes and the rows of a matrix, and which of these are gate rows
+    and up rows.
     """
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
@@ -354,25 +361,26 @@ def _swap_ab_fp8_kernel(
     tail_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TAIL_ROWS, SHARED], wide)
     boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, boxes, w_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, WIDTH], s_desc.layout)
-    s_tail_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TAIL_ROWS], s_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, WIDTH], plain)
+    s_tail_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TAIL_ROWS], plain)
     OUT_COLUMNS: gl.constexpr = 32 if FORM.gated else 64
     narrow: gl.constexpr = gl.NVMMASharedLayout(OUT_COLUMNS * 2, 16, rank=2)
     stagings = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 2048 // OUT_COLUMNS, OUT_COLUMNS], narrow)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 + 32)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, s_ring, s_tail_ring, full, empty)
-    descs = (x_desc, half_desc, tail_desc, w_desc, s_desc, s_tail_desc)
+    descs = (x_desc, half_desc, tail_desc, w_desc)
     pointers = (w_ptr, tiles_ptr, (out_ptr, z_ptr))
     gl.warp_specialize(
         [
             (_consume, (rings, stagings, pointers, blocks_at, numbers, FORM, ACT, gl.constexpr(0))),
             (_consume, (rings, stagings, pointers, blocks_at, numbers, FORM, ACT, gl.constexpr(1))),
-            (_produce, (rings, tiles_ptr, descs, pitch, FORM)),
+            (_produce, (rings, (scales_ptr, tiles_ptr), descs, pitch, FORM)),
         ],
         [4, 1],
         [240, 24],
@@ -392,11 +400,15 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
 
 
 def rounded(x: Tensor, order: Tensor | None, S: int) -> tuple[Tensor, Tensor]:
-    """x as codes ``[S, K]`` in the plan's ``order``, if that is given, and their scales ``[K / 128, S and a few]``."""
+    """x as codes ``[S, K]`` in the plan's ``order``, if that is given, and their scales ``[K / 128, S and a few]``.
+
+    Behind the last scales there is memory for a tile that begins with them.
+    """
     K = x.shape[1]
     codes = torch.empty((S, K), dtype=torch.float8_e4m3fn, device=x.device)
-    pitch = ceil_div(S, 4) * 4
-    scales = torch.empty((K // 128, pitch), dtype=torch.float32, device=x.device)
+    pitch = ceil_div(S, 16) * 16  # kernels are compiled for such numbers, or for any
+    memory = torch.empty(K // 128 * pitch + _TILE_ROWS, dtype=torch.float32, device=x.device)
+    scales = memory[: K // 128 * pitch].view(K // 128, pitch)
     grid = ceil_div(S, _ROUND_ROWS), ceil_div(K, 128 * _ROUND_RUNS)
     launch(
         _round_kernel,
@@ -450,15 +462,13 @@ def swap_ab_fp8(
     blocks_at = (-u_offset if turned else u_offset, matrix, rows, (*first, *second))
     heights = (width, width // 2, tiles.SPARE)
     x_descs = [described(codes, [S, K], [K, 1], [height, SHARED.value]) for height in heights]
-    layout = shared_layout(0, 32, 1)
-    s_descs = [TensorDescriptor(scales, [scales.numel()], [1], [height], layout) for height in (width, tiles.SPARE)]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     launch(
         _swap_ab_fp8_kernel,
         (programs,),
         (u if turned else w).data,
-        *(*x_descs, w_desc, *s_descs, tiles.of(width), out, z),
-        scales.shape[1],
+        *(*x_descs, w_desc, scales, tiles.of(width), out, z),
+        scales.stride(0),
         blocks_at,
         activation_numbers(activation),
         FORM=Form(N, K, gated, turned, programs, width, SWAP_AB_STAGES_FP8[width]),
