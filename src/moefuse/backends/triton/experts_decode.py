@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,12 @@ from moefuse.backends.triton.grouped_linear import decoder_of, may_round, row_su
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.types import Activation, Outputs, Stacks, Tail
+
+fp8: ModuleType | None
+try:
+    from moefuse.backends.triton import experts_decode_fp8 as fp8
+except ImportError:  # Gluon is experimental, see grouped_linear.py
+    fp8 = None
 
 
 class _UpForm(NamedTuple):
@@ -247,22 +254,28 @@ def experts_decode(
     normed = tail.norm_weight is not None
     arrived = torch.empty(T * top_k, dtype=torch.int32, device=x.device) if normed else None
     size, gated = x.element_size(), activation.gated
-    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
-    launch(
-        _up_decode_kernel,
-        (T * top_k, max(1, ceil_div(I, tile.n))),
-        *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
-        *(E, I, H, top_k),
-        (*x.stride(), *w.strides, *u.strides),
-        (0, 0) if bias is None else bias.stride(),
-        activation_numbers(activation),
-        FORM=_UpForm(gated, tile.k >= H, may_round(w, u), tile.n, tile.k, tile.stages),
-        ACT=ACTIVATIONS[activation.kind],
-        W_DECODE=decoder_of(w),
-        U_DECODE=decoder_of(u),
-        num_warps=tile.warps,
-        launch_pdl=PDL,
-    )
+    if fp8 is not None and fp8.takes(x, w, u, bias, gated):
+        fp8.up_fp8(x, ids, w, u, activation, hidden, arrived)
+    else:
+        tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
+        launch(
+            _up_decode_kernel,
+            (T * top_k, max(1, ceil_div(I, tile.n))),
+            *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
+            *(E, I, H, top_k),
+            (*x.stride(), *w.strides, *u.strides),
+            (0, 0) if bias is None else bias.stride(),
+            activation_numbers(activation),
+            FORM=_UpForm(gated, tile.k >= H, may_round(w, u), tile.n, tile.k, tile.stages),
+            ACT=ACTIVATIONS[activation.kind],
+            W_DECODE=decoder_of(w),
+            U_DECODE=decoder_of(u),
+            num_warps=tile.warps,
+            launch_pdl=PDL,
+        )
+    if fp8 is not None and fp8.takes_down(hidden, down, stacks.down_bias, tail, top_k):
+        fp8.down_fp8(hidden, ids, weights, down, tail, outputs.out)
+        return
     tile = tile_for(Product("decode down", E, H, I, top_k, T, size, False, down.format), x.device)
     blocks = (tile.n, tile.k, block_of(H), tile.stages)
     total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden

@@ -279,7 +279,7 @@ _FROM_E4M3 = tl.constexpr(
 
 
 @triton.jit
-def _four_e4m3(codes):
+def four_e4m3(codes):
     """The four bytes of words as numbers, without their scale: four of float32."""
     if HAS_ASM and cuda_capability_geq(8, 9):
         return tl.inline_asm_elementwise(
@@ -658,7 +658,7 @@ def _e4m3_sums(codes, x):
         x0, x1, x2, x3 = _four_words(x[0][0]), _four_words(x[1][0]), _four_words(x[2][0]), _four_words(x[3][0])
         found = tl.zeros(words[0].shape, tl.float32)
         for i in tl.static_range(4):
-            a, b, c, d = _four_e4m3(words[i])
+            a, b, c, d = four_e4m3(words[i])
             found += a * x0[i]
             found += b * x1[i]
             found += c * x2[i]
@@ -832,7 +832,7 @@ def _number(codes, i: tl.constexpr, scale, offset, DECODE: tl.constexpr):
 def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
     """The four codes of words as numbers: two more dimensions."""
     if _in_e4m3(DECODE):
-        a, b, c, d = _four_e4m3(codes)
+        a, b, c, d = four_e4m3(codes)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
     else:
         a, b = _number(codes, 0, scale, offset, DECODE), _number(codes, 1, scale, offset, DECODE)
