@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.combine import finish
+from moefuse.backends.triton.combine import finish, norm_by_the_last
 from moefuse.backends.triton.formats.blocks import load_runs, row_products
 from moefuse.backends.triton.grouped_linear import decoder_of, may_round, row_sums, rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
@@ -173,10 +173,7 @@ def _down_decode_kernel(
     FORM: tl.constexpr,
     DECODE: tl.constexpr,
 ):
-    """block_n results of one token, all its experts summed. Grid: T, H tiles.
-
-    With a norm, the last tile of a token to arrive takes it; which one that is changes nothing in the result.
-    """
+    """block_n results of one token, all its experts summed. Grid: T, H tiles."""
     TOP_K: tl.constexpr = FORM.top_k
     SLOTS: tl.constexpr = FORM.slots
     BLOCK_N: tl.constexpr = FORM.block_n
@@ -232,15 +229,8 @@ def _down_decode_kernel(
     total = tl.sum(tl.where(live[:, None], y * weight[:, None], 0.0), 0) + rest
     tl.store(out_ptr + row * H + n, total.to(out_ptr.dtype.element_ty), mask=inside)
     if norm_ptr is not None:
-        tl.store(total_ptr + row * H + n, total, mask=inside)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(1) - 1:
-            h = tl.arange(0, FORM.block_h)
-            value = tl.load(total_ptr + row * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
-            factor = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-            value *= (1.0 / tl.sqrt(tl.sum(value * value, 0) / H + eps)) * factor
-            tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
+        norm = (norm_ptr, total_ptr, counter_ptr, normed_ptr)
+        norm_by_the_last(total, row, n, inside, tl.arange(0, FORM.block_h), H, eps, norm)
 
 
 def experts_decode(
@@ -273,12 +263,12 @@ def experts_decode(
             num_warps=tile.warps,
             launch_pdl=PDL,
         )
-    if fp8 is not None and fp8.takes_down(hidden, down, stacks.down_bias, tail, top_k):
-        fp8.down_fp8(hidden, ids, weights, down, tail, outputs.out)
+    total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
+    if fp8 is not None and fp8.takes_down(hidden, down, stacks.down_bias, top_k):
+        fp8.down_fp8(hidden, ids, weights, down, tail, total, arrived, outputs)
         return
     tile = tile_for(Product("decode down", E, H, I, top_k, T, size, False, down.format), x.device)
     blocks = (tile.n, tile.k, block_of(H), tile.stages)
-    total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
     launch(
         _down_decode_kernel,
         (T, ceil_div(H, tile.n)),

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.combine import finish
+from moefuse.backends.triton.combine import finish, norm_by_the_last
 from moefuse.backends.triton.formats.blocks import four_e4m3
 from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,
@@ -30,7 +30,7 @@ from moefuse.backends.triton.runtime.launch import (
     launch_dependents,
     wait,
 )
-from moefuse.types import Activation, Tail
+from moefuse.types import Activation, Outputs, Tail
 
 # Triton 3.9 has it by another name than 3.6.
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -202,6 +202,7 @@ class DownForm(NamedTuple):
     rows: int
     top_k: int
     slots: int
+    block_h: int
 
 
 @gluon.constexpr_function
@@ -237,14 +238,19 @@ def _down_fp8_kernel(
     shared_gate_ptr,
     shared_logit_ptr,
     residual_ptr,
+    norm_ptr,
+    eps,
+    total_ptr,
+    counter_ptr,
     out_ptr,
+    normed_ptr,
     E,
     H,
     pitch,
     matrix_rows,
     FORM: gl.constexpr,
 ):
-    """As `_down_decode_kernel` of experts_decode.py, without a norm. Grid: T, H tiles."""
+    """As `_down_decode_kernel` of experts_decode.py. Grid: T, H tiles."""
     K: gl.constexpr = FORM.k
     ROWS: gl.constexpr = FORM.rows
     SLOTS: gl.constexpr = FORM.slots
@@ -267,7 +273,7 @@ def _down_fp8_kernel(
     matrix = w_ptr + gl.where(live, expert, 0) * pitch
     at = gl.minimum(n, H - 1).to(gl.int64)
     spread: gl.constexpr = gl.SliceLayout(2, words)
-    code_rows = (matrix.to(gl.pointer_type(gl.uint32))[:, None] + (at * (K // 4))[None, :])
+    code_rows = matrix.to(gl.pointer_type(gl.uint32))[:, None] + (at * (K // 4))[None, :]
     codes = gl.convert_layout(code_rows, spread, assert_trivial=True)[:, :, None] + k[None, None, :]
     waiting = ()
     for i in gl.static_range(RUNS):
@@ -311,33 +317,50 @@ def _down_fp8_kernel(
     tail = (shared_ptr, shared_gate_ptr, shared_logit_ptr, residual_ptr)
     y = finish(y, row, n, inside, H, tail)
     gl.store(out_ptr + row * H + n, y.to(out_ptr.dtype.element_ty), mask=inside)
+    if norm_ptr is not None:
+        h = gl.arange(0, FORM.block_h, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+        norm_by_the_last(y, row, n, inside, h, H, eps, (norm_ptr, total_ptr, counter_ptr, normed_ptr))
 
 
 #: rows of each expert that a program of the down product has, and its warps
 _DOWN_ROWS, _DOWN_WARPS = 8, 8
 
 
-def takes_down(hidden: Tensor, w: Rows, bias: Tensor | None, tail: Tail, top_k: int) -> bool:
-    """Whether `down_fp8` can multiply these: without a bias and a norm, and where all codes have room."""
-    if INTERPRETED or w.format != "FP8" or bias is not None or tail.norm_weight is not None:
+def takes_down(hidden: Tensor, w: Rows, bias: Tensor | None, top_k: int) -> bool:
+    """Whether `down_fp8` can multiply these: without a bias, and where all codes have room."""
+    if INTERPRETED or w.format != "FP8" or bias is not None:
         return False
     K = hidden.shape[1]
     fits = 0 < block_of(top_k, 1) * _DOWN_ROWS * K <= 96 << 10
     return fits and capability(hidden.device) >= (8, 9)
 
 
-def down_fp8(hidden: Tensor, ids: Tensor, weights: Tensor, w: Rows, tail: Tail, out: Tensor) -> None:
-    """Launch the down product of ``hidden``, summed over the experts of each token, into ``out`` ``[T, H]``."""
-    (T, top_k), H = ids.shape, out.shape[1]
+def down_fp8(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Rows,
+    tail: Tail,
+    total: Tensor,
+    arrived: Tensor | None,
+    outputs: Outputs,
+) -> None:
+    """Launch the down product of ``hidden`` ``[S, K]``, summed over the experts of each token, with its tail.
+
+    ``total`` ``[T, H]`` is float32 and written where there is a norm; ``arrived`` is zero then.
+    """
+    (T, top_k), H = ids.shape, outputs.out.shape[1]
     pitch, rows, _, _ = w.strides
     slots = block_of(top_k, 1)
     launch(
         _down_fp8_kernel,
         (T, ceil_div(H, _DOWN_ROWS)),
         *(hidden, ids, weights, w.data),
-        *(tail.shared, tail.shared_gate, tail.shared_logit, tail.residual),
-        *(out, w.data.shape[0], H, pitch, rows),
-        FORM=DownForm(hidden.shape[1], _DOWN_ROWS, top_k, slots),
+        *tail,
+        *(total, arrived),
+        *outputs,
+        *(w.data.shape[0], H, pitch, rows),
+        FORM=DownForm(hidden.shape[1], _DOWN_ROWS, top_k, slots, block_of(H)),
         num_warps=min(_DOWN_WARPS, slots * _DOWN_ROWS // 4),
         launch_pdl=PDL,
     )
