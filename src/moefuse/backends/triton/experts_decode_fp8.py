@@ -4,7 +4,7 @@ A warp takes whole rows, 512 codes of each at a time, 16 bytes a lane. Codes wai
 registers until they are multiplied, so that a program has all of its rows under way; a thread reads what it copied.
 Activations stay as they are.
 """
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, unreachable, var-annotated"
 
 from __future__ import annotations
 

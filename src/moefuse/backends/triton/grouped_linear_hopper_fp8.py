@@ -176,7 +176,7 @@ def _produce(rings, pointers, descs, pitch, FORM: gl.constexpr):
             load_tile(half_desc, [first, start], bar, x.slice(0, HALF, dim=0), pred=rows <= HALF)
             load_tile(x_desc, [first, start], bar, x, pred=rows > HALF)
             load_tile(tail_desc, [first + WIDTH, start], bar, tail_ring.index(stage), pred=rows > WIDTH)
-            scale_at = run.to(gl.int64) * pitch + first
+            scale_at = pitch.to(gl.int64) * run + first
             load_rows(s_ring.index(stage), scale_ptrs + scale_at)
             if rows > WIDTH:
                 load_rows(s_tail_ring.index(stage), tail_ptrs + scale_at)
