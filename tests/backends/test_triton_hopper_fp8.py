@@ -239,7 +239,7 @@ def test_products(dtype: torch.dtype, width: int) -> None:
     routed = Routed()
     routed.check(blocks(routed.E, 256, 512, "cuda"), width=width, dtype=dtype)
     routed.check(blocks(routed.E, 256, 512, "cuda"), SILU, gather=True, width=width, dtype=dtype)
-    for columns, K in ((1, 128), (77, 256), (130, 384), (200, 640)):
+    for columns, K in ((2, 128), (77, 256), (130, 384), (200, 640)):
         routed.check(blocks(routed.E, columns, K, "cuda"), width=width, dtype=dtype)
     for columns, K in ((8, 128), (72, 256), (200, 384)):
         routed.check(blocks(routed.E, 2 * columns, K, "cuda"), SILU, gather=True, width=width, dtype=dtype)

@@ -28,23 +28,6 @@ def finish(total, row, column, mask, H, tail):
 
 
 @triton.jit
-def norm_by_the_last(total, row, column, mask, h, H, eps, norm):
-    """Keep some results of a row, whose norm the last of its programs takes. ``norm``: pointers; ``h`` [BLOCK_H].
-
-    Which program that is changes nothing in the result.
-    """
-    norm_ptr, total_ptr, counter_ptr, normed_ptr = norm
-    tl.store(total_ptr + row * H + column, total, mask=mask)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(1) - 1:
-        value = tl.load(total_ptr + row * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
-        factor = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-        value *= (1.0 / tl.sqrt(tl.sum(value * value, 0) / H + eps)) * factor
-        tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
-
-
-@triton.jit
 def _combine_kernel(
     y_ptr,
     weights_ptr,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -11,18 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.combine import finish, norm_by_the_last
+from moefuse.backends.triton.combine import finish
 from moefuse.backends.triton.formats.blocks import load_runs, row_products
 from moefuse.backends.triton.grouped_linear import decoder_of, may_round, row_sums, rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.types import Activation, Outputs, Stacks, Tail
-
-fp8: ModuleType | None
-try:
-    from moefuse.backends.triton import experts_decode_fp8 as fp8
-except ImportError:  # Gluon is experimental, see grouped_linear.py
-    fp8 = None
 
 
 class _UpForm(NamedTuple):
@@ -173,7 +166,10 @@ def _down_decode_kernel(
     FORM: tl.constexpr,
     DECODE: tl.constexpr,
 ):
-    """block_n results of one token, all its experts summed. Grid: T, H tiles."""
+    """block_n results of one token, all its experts summed. Grid: T, H tiles.
+
+    With a norm, the last tile of a token to arrive takes it; which one that is changes nothing in the result.
+    """
     TOP_K: tl.constexpr = FORM.top_k
     SLOTS: tl.constexpr = FORM.slots
     BLOCK_N: tl.constexpr = FORM.block_n
@@ -229,8 +225,15 @@ def _down_decode_kernel(
     total = tl.sum(tl.where(live[:, None], y * weight[:, None], 0.0), 0) + rest
     tl.store(out_ptr + row * H + n, total.to(out_ptr.dtype.element_ty), mask=inside)
     if norm_ptr is not None:
-        norm = (norm_ptr, total_ptr, counter_ptr, normed_ptr)
-        norm_by_the_last(total, row, n, inside, tl.arange(0, FORM.block_h), H, eps, norm)
+        tl.store(total_ptr + row * H + n, total, mask=inside)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(1) - 1:
+            h = tl.arange(0, FORM.block_h)
+            value = tl.load(total_ptr + row * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+            factor = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+            value *= (1.0 / tl.sqrt(tl.sum(value * value, 0) / H + eps)) * factor
+            tl.store(normed_ptr + row * H + h, value.to(normed_ptr.dtype.element_ty), mask=h < H)
 
 
 def experts_decode(
@@ -244,31 +247,25 @@ def experts_decode(
     normed = tail.norm_weight is not None
     arrived = torch.empty(T * top_k, dtype=torch.int32, device=x.device) if normed else None
     size, gated = x.element_size(), activation.gated
-    if fp8 is not None and fp8.takes(x, w, u, bias, gated):
-        fp8.up_fp8(x, ids, w, u, activation, hidden, arrived)
-    else:
-        tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
-        launch(
-            _up_decode_kernel,
-            (T * top_k, max(1, ceil_div(I, tile.n))),
-            *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
-            *(E, I, H, top_k),
-            (*x.stride(), *w.strides, *u.strides),
-            (0, 0) if bias is None else bias.stride(),
-            activation_numbers(activation),
-            FORM=_UpForm(gated, tile.k >= H, may_round(w, u), tile.n, tile.k, tile.stages),
-            ACT=ACTIVATIONS[activation.kind],
-            W_DECODE=decoder_of(w),
-            U_DECODE=decoder_of(u),
-            num_warps=tile.warps,
-            launch_pdl=PDL,
-        )
-    total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
-    if fp8 is not None and fp8.takes_down(hidden, down, stacks.down_bias, top_k):
-        fp8.down_fp8(hidden, ids, weights, down, tail, total, arrived, outputs)
-        return
+    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
+    launch(
+        _up_decode_kernel,
+        (T * top_k, max(1, ceil_div(I, tile.n))),
+        *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
+        *(E, I, H, top_k),
+        (*x.stride(), *w.strides, *u.strides),
+        (0, 0) if bias is None else bias.stride(),
+        activation_numbers(activation),
+        FORM=_UpForm(gated, tile.k >= H, may_round(w, u), tile.n, tile.k, tile.stages),
+        ACT=ACTIVATIONS[activation.kind],
+        W_DECODE=decoder_of(w),
+        U_DECODE=decoder_of(u),
+        num_warps=tile.warps,
+        launch_pdl=PDL,
+    )
     tile = tile_for(Product("decode down", E, H, I, top_k, T, size, False, down.format), x.device)
     blocks = (tile.n, tile.k, block_of(H), tile.stages)
+    total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
     launch(
         _down_decode_kernel,
         (T, ceil_div(H, tile.n)),

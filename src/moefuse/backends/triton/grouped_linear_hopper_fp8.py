@@ -85,7 +85,7 @@ def _round_kernel(
     # As whole numbers the bits of numbers without sign have their order, with not-a-number above all of them.
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
     # Runs too small to divide by are zeros.
-    factor = tl.where(top < 1e-35, 0.0, LARGEST / top)
+    factor = tl.where(top < 1e-35, 0.0, tl.div_rn(tl.full(top.shape, LARGEST, tl.float32), top))
     codes = (x * factor[:, :, None]).to(codes_ptr.dtype.element_ty)
     at = p.to(tl.int64)[:, None] * K + k[None, :]
     tl.store(codes_ptr + at, tl.reshape(codes, [ROWS, RUNS * 128]), mask=inside)
@@ -392,7 +392,7 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     if not (w.format == u.format == "FP8") or w.exact or u.exact or backends.invariant() or x.element_size() != 2:
         return False
     E, N = w.data.shape[0], out.shape[1]
-    whole = N % 8 == 0 if gated else True
+    whole = N % 8 == 0 if gated else N > 1
     if not whole or not 0 < E * N < 2**31 or not out.shape[0] or not is_hopper(x.device):
         return False
     unrecordable("a descriptor holds an address")

@@ -108,6 +108,12 @@ def _in_e4m3(decode):
 
 
 @triton.constexpr_function
+def _rounds(decode, rounded):
+    """Whether x is rounded to 8 bits for this format, if it may be: not where codes are no whole numbers."""
+    return rounded and not _kind(decode).e4m3
+
+
+@triton.constexpr_function
 def sub_values(decode):
     return _kind(decode).sub
 
@@ -279,7 +285,7 @@ _FROM_E4M3 = tl.constexpr(
 
 
 @triton.jit
-def four_e4m3(codes):
+def _four_e4m3(codes):
     """The four bytes of words as numbers, without their scale: four of float32."""
     if HAS_ASM and cuda_capability_geq(8, 9):
         return tl.inline_asm_elementwise(
@@ -601,36 +607,6 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
     return found
 
 
-# Four codes times a word of x for each two, and what was summed before, in pairs of float16.
-_E4M3_TIMES_HALVES = tl.constexpr(
-    "{ .reg .b16 l, h; .reg .b32 p; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; fma.rn.f16x2 p, p, $2, $4;"
-    " mov.b32 $0, p; cvt.rn.f16x2.e4m3x2 p, h; fma.rn.f16x2 $0, p, $3, $0; }"
-)
-_SUM_OF_HALVES = tl.constexpr(
-    "{ .reg .b16 l, h; .reg .f32 f; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; cvt.f32.f16 f, h; add.f32 $0, $0, f; }"
-)
-
-
-@triton.jit
-def _x_in_halves(x, A: tl.constexpr, RUNS: tl.constexpr):
-    """As `_x_rounded`, but pairs of float16: values 0 and 1, and 2 and 3, of each word; factors are powers of two."""
-    x = tl.reshape(x, [A, RUNS, 32])
-    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2) & 0x7F800000
-    # Runs too small to divide by are zeros; those with an infinity or not-a-number have no number.
-    inverse = tl.where(most < (20 << 23), 0, (254 << 23) - most)
-    inverse = tl.where(most == 0x7F800000, 0x7FC00000, inverse).to(tl.float32, bitcast=True)
-    b0, b1, b2, b3 = _four(tl.reshape(x * inverse[:, :, None], [A, RUNS, 8, 2, 2]))
-    first, second = _pair_of_halves(b0, b1), _pair_of_halves(b2, b3)
-    slots = _by_slot(first, A, RUNS, 8)[0], _by_slot(second, A, RUNS, 8)[0]
-    return slots, most.to(tl.float32, bitcast=True)[:, :, None], (0, 0)
-
-
-@triton.jit
-def _pair_of_halves(a, b):
-    low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-
-
 @triton.jit
 def _four_words(x):
     """Words [A, RUNS, B, 8] by fours, which a thread has together: four of [A, RUNS, B, 2]."""
@@ -639,30 +615,16 @@ def _four_words(x):
 
 @triton.jit
 def _e4m3_sums(codes, x):
-    """Codes in words [A, RUNS, B, 8] times x, as `_x_in_halves` or `_x_exact` gives it: [A, RUNS, B, 2] float32."""
+    """Codes in words [A, RUNS, B, 8] times x, as `_x_exact` gives it: [A, RUNS, B, 2] float32."""
     words = _four_words(codes)
-    if len(x) == 2:
-        first, second = _four_words(x[0]), _four_words(x[1])
-        total = tl.zeros(words[0].shape, tl.uint32)
-        for i in tl.static_range(4):
-            total = tl.inline_asm_elementwise(
-                _E4M3_TIMES_HALVES,
-                "=&r,r,r,r,r",
-                [words[i], first[i], second[i], total],
-                dtype=tl.uint32,
-                is_pure=True,
-                pack=1,
-            )
-        found = tl.inline_asm_elementwise(_SUM_OF_HALVES, "=&f,r", [total], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        x0, x1, x2, x3 = _four_words(x[0][0]), _four_words(x[1][0]), _four_words(x[2][0]), _four_words(x[3][0])
-        found = tl.zeros(words[0].shape, tl.float32)
-        for i in tl.static_range(4):
-            a, b, c, d = four_e4m3(words[i])
-            found += a * x0[i]
-            found += b * x1[i]
-            found += c * x2[i]
-            found += d * x3[i]
+    x0, x1, x2, x3 = _four_words(x[0][0]), _four_words(x[1][0]), _four_words(x[2][0]), _four_words(x[3][0])
+    found = tl.zeros(words[0].shape, tl.float32)
+    for i in tl.static_range(4):
+        a, b, c, d = _four_e4m3(words[i])
+        found += a * x0[i]
+        found += b * x1[i]
+        found += c * x2[i]
+        found += d * x3[i]
     return found
 
 
@@ -676,7 +638,7 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
     word = tl.arange(0, BASE).to(tl.uint32)[None, None, None, :]
     codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
     shape: tl.constexpr = [total.shape[0], RUNS, q.shape[2], BASE]
-    sums = _sums(codes, slots, shape, ROUNDED, DECODE)
+    sums = _sums(codes, slots, shape, _rounds(DECODE, ROUNDED), DECODE)
     i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
     scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
     sum_a, sum_b = x_sums
@@ -709,13 +671,7 @@ def _e4m3_step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.conste
 
 @triton.jit
 def _x_for(x, A: tl.constexpr, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
-    if _in_e4m3(DECODE) and ROUNDED and HAS_ASM and cuda_capability_geq(8, 9):
-        found = _x_in_halves(x, A, RUNS)
-    elif ROUNDED and not _in_e4m3(DECODE):
-        found = _x_rounded(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
-    else:
-        found = _x_exact(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
-    return found
+    return (_x_rounded if _rounds(DECODE, ROUNDED) else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
 
 
 @triton.jit
@@ -832,7 +788,7 @@ def _number(codes, i: tl.constexpr, scale, offset, DECODE: tl.constexpr):
 def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
     """The four codes of words as numbers: two more dimensions."""
     if _in_e4m3(DECODE):
-        a, b, c, d = four_e4m3(codes)
+        a, b, c, d = _four_e4m3(codes)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
     else:
         a, b = _number(codes, 0, scale, offset, DECODE), _number(codes, 1, scale, offset, DECODE)
