@@ -26,6 +26,8 @@ from moefuse.types import Router, Routing
 _GEMV_TOKENS = 32
 #: parts of the sum over H in an invariant call, whatever the number of tokens
 _CHUNKS = 4
+#: experts of a program there, where one tile has all tokens: who else is in it does not show
+_FEW_PART = 16
 #: programs of the router's product for more tokens, about: an H200 has as many multiprocessors
 _PROGRAMS = 132
 
@@ -252,6 +254,8 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     options = {"PARTS": parts, "BLOCK_H": row_block, "num_warps": 4 if row_block <= 4096 else 8, "launch_pdl": PDL}
     launch(_fold_kernel, (E,), *tensors, H, router.weight.stride(), **options)
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
+    if backends.invariant() and T <= BLOCK_T:
+        PART = min(PART, _FEW_PART)
     # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
     most = _CHUNKS if backends.invariant() else _PROGRAMS // tiles
