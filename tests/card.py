@@ -504,7 +504,7 @@ def work(section: str, arguments: dict[str, str], start: int, report: Path) -> i
 # The run: jobs in several processes, each begun again behind a check that it did not survive.
 
 
-def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
+def jobs(sections: list[str], dry: bool, batches: int) -> Iterator[Job]:
     few = {"only": "route/one_token,glu/gelu,experts/decode"} if dry else {}
     dtypes = ("float32",) if dry else DTYPES
     if "compile" in sections:
@@ -526,7 +526,7 @@ def jobs(sections: list[str], dry: bool) -> Iterator[Job]:
     if "invariant" in sections:
         for dtype in dtypes:
             for seed in range(1 if dry else 4):
-                arguments = {"dtype": dtype, "batches": "4" if dry else "250", "seed": str(seed), **few}
+                arguments = {"dtype": dtype, "batches": "4" if dry else str(batches // 4), "seed": str(seed), **few}
                 yield Job("invariant", f"invariant-{dtype}-{seed}", arguments)
     if "sanitize" in sections and not dry:
         for tool in CLEAN:
@@ -623,6 +623,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("card"))
     parser.add_argument("--budget", type=float, default=460, help="seconds for the whole run")
     parser.add_argument("--job-budget", type=float, help="seconds for a job, in place of each section's own")
+    parser.add_argument("--batches", type=int, default=1000, help="invariant: of each type")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--work", choices=CHECKS, help=argparse.SUPPRESS)
@@ -645,7 +646,7 @@ def main() -> int:
     with ThreadPoolExecutor(given.processes) as pool:
         running = {
             pool.submit(run_job, job, given.out, began + given.budget, given.job_budget or SECTIONS[job.section]): job
-            for job in jobs(sections, given.dry)
+            for job in jobs(sections, given.dry, given.batches)
         }
         for future in as_completed(running):
             job = running[future]
