@@ -63,6 +63,7 @@ from moefuse.backends.triton.runtime.launch import (
     launch,
 )
 from moefuse.backends.triton.runtime.tiles import (
+    INVARIANT_TILE_ROWS,
     SELF_DECODED_ROWS,
     SWAP_AB_ROWS,
     SWAP_AB_ROWS_IN_BLOCKS,
@@ -762,7 +763,8 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     if blocks and w.exact:  # the other way for few rows gains by rounding
         load += SWAP_AB_ROWS_IN_BLOCKS
     if backends.invariant() and out.shape[0]:
-        load = math.inf  # it serves every number of rows, or none
+        # It serves every number of rows, or none; tiles of numbers sum as it does, bit for bit, and serve a few.
+        load = math.inf if blocks or load > INVARIANT_TILE_ROWS else 0
     if not fits(load, E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
     if w.format != u.format or not (x.is_contiguous() and begins_aligned(x)):
