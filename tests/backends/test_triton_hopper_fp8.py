@@ -134,8 +134,8 @@ for GATED, WIDTH, K in VARIANTS:
     if not GATED:
         known.update(z_ptr=None)
     codes = "fp8e4nv"
-    types = dict(out_ptr="*bf16", z_ptr="*bf16", tiles_ptr="*i32", w_ptr="*u8", scales_ptr="*fp32")
-    types |= dict(pitch="i32", numbers=("fp32", "fp32"), blocks_at=("i64", "i32", "i32", ("i32",) * 4))
+    types = dict(out_ptr="*bf16", z_ptr="*bf16", tiles_ptr="*i32", w_ptr="*u8", u_ptr="*u8", scales_ptr="*fp32")
+    types |= dict(pitch="i32", numbers=("fp32", "fp32"), blocks_at=("i32", "i32", ("i32",) * 4))
     types |= dict(x_desc=desc(codes, WIDTH, 128), half_desc=desc(codes, WIDTH // 2, 128))
     box = (1, 8, 2, 8, 128) if GATED else (1, 128, 128)
     types |= dict(tail_desc=desc(codes, 32, 128), w_desc=desc(codes, *box))

@@ -47,7 +47,7 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     visits_of,
 )
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.runtime.launch import PDL, ceil_div, launch, launch_dependents, unrecordable, wait
+from moefuse.backends.triton.runtime.launch import PDL, bytes_between, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_STAGES_FP8, swap_ab_fp8_width
 from moefuse.types import Activation
 
@@ -185,21 +185,23 @@ def _produce(rings, pointers, descs, pitch, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _scale_ptrs(w_ptr, expert, column, blocks_at, FORM: gl.constexpr):
+def _scale_ptrs(w_ptrs, expert, column, blocks_at, FORM: gl.constexpr):
     """Pointers to the first scales of a warpgroup's 64 rows from ``column`` on."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]))
-    u_offset, matrix, matrix_rows, places = blocks_at
+    w_ptr, u_ptr = w_ptrs
+    matrix, matrix_rows, places = blocks_at
     w_first, w_step, u_first, u_step = places
     r = gl.arange(0, 64, layout=layout)
-    ptrs = w_ptr + expert.to(gl.int64) * matrix + matrix_rows.to(gl.int64) * FORM.k
+    behind = expert.to(gl.int64) * matrix + matrix_rows.to(gl.int64) * FORM.k
     if FORM.gated:
         # Eight gate rows, then the up rows of the same columns.
         up = r // 8 % 2 == 1
         n = gl.minimum(column + r // 16 * 8 + r % 8, FORM.n - 1)
         row = gl.where(up, u_first + n * u_step, w_first + n * w_step)
-        ptrs = ptrs + gl.where(up, u_offset, 0)
+        ptrs = gl.where(up, u_ptr + behind, w_ptr + behind)
     else:
         row = w_first + gl.minimum(column + r, FORM.n - 1) * w_step
+        ptrs = w_ptr + behind
     return (ptrs + row.to(gl.int64) * (FORM.k // 32)).to(gl.pointer_type(gl.float32))
 
 
@@ -284,7 +286,7 @@ def _consume(
     rings, stagings, pointers, blocks_at, numbers, FORM: gl.constexpr, ACT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
     """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
-    w_ptr, tiles_ptr, out_ptrs = pointers
+    w_ptrs, tiles_ptr, out_ptrs = pointers
     WIDTH: gl.constexpr = FORM.width
     PROGRAMS: gl.constexpr = FORM.programs
     BLOCK_N: gl.constexpr = 64 if FORM.gated else 128
@@ -296,7 +298,7 @@ def _consume(
     phase = gl.to_tensor(0)
     next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
     next_column = tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N + HALF
-    next_ptrs = _scale_ptrs(w_ptr, next_expert, next_column, blocks_at, FORM)
+    next_ptrs = _scale_ptrs(w_ptrs, next_expert, next_column, blocks_at, FORM)
     scales = ()
     for i in gl.static_range(_ahead(FORM.k)):
         scales = scales + (gl.load(next_ptrs + i),)  # noqa: RUF005
@@ -307,7 +309,7 @@ def _consume(
         ptrs = next_ptrs
         next_expert, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         next_column = tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N + HALF
-        next_ptrs = _scale_ptrs(w_ptr, next_expert, next_column, blocks_at, FORM)
+        next_ptrs = _scale_ptrs(w_ptrs, next_expert, next_column, blocks_at, FORM)
         rows = stop - first
         for i in gl.static_range(6):
             if most(i, WIDTH) > 0:  # noqa: SIM102
@@ -333,6 +335,7 @@ def _consume(
 @gluon.jit
 def _swap_ab_fp8_kernel(
     w_ptr,
+    u_ptr,
     x_desc,
     half_desc,
     tail_desc,
@@ -350,9 +353,9 @@ def _swap_ab_fp8_kernel(
     """out [S, N] of all tiles, and z where given. Grid: programs; columns of a tile of tokens are next to each other.
 
     x: rows in FP8 through descriptors of ``width`` rows, half and tail; their scales, ``pitch`` apart for the next 128
-    columns. w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. ``blocks_at``: how far
-    the up rows' matrices are from the gate rows', the bytes and the rows of a matrix, and which of these are gate rows
-    and up rows.
+    columns. w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns; scales lie behind the
+    codes of w_ptr's and u_ptr's matrices. ``blocks_at``: the bytes and the rows of a matrix, and which of these are
+    gate rows and up rows.
     """
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
@@ -375,7 +378,7 @@ def _swap_ab_fp8_kernel(
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, s_ring, s_tail_ring, full, empty)
     descs = (x_desc, half_desc, tail_desc, w_desc)
-    pointers = (w_ptr, tiles_ptr, (out_ptr, z_ptr))
+    pointers = ((w_ptr, u_ptr), tiles_ptr, (out_ptr, z_ptr))
     gl.warp_specialize(
         [
             (_consume, (rings, stagings, pointers, blocks_at, numbers, FORM, ACT, gl.constexpr(0))),
@@ -395,7 +398,6 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     whole = N % 8 == 0 if gated else N > 1
     if not whole or not 0 < E * N < 2**31 or not out.shape[0] or not is_hopper(x.device):
         return False
-    unrecordable("a descriptor holds an address")
     return w.data.stride() == u.data.stride() and w.data.shape == u.data.shape and w.step == u.step
 
 
@@ -426,7 +428,7 @@ def _weights_desc(w: Rows, u: Rows, N: int, K: int, gated: bool) -> tuple[Tensor
     """Boxes of 128 rows of codes; gated, 8 rows of each by turns. Also whether up rows come first in memory."""
     E = w.data.shape[0]
     pitch, _, first, step = w.strides
-    behind = u.data.data_ptr() - w.data.data_ptr() + (u.first - first) * K
+    behind = bytes_between(w.data, u.data) + (u.first - first) * K
     turned = gated and behind < 0
     rows = u if turned else w
     codes = rows.data.as_strided((E, 1), (pitch, 1), rows.data.storage_offset() + rows.first * K)
@@ -457,19 +459,17 @@ def swap_ab_fp8(
     codes, scales = rounded(x, order if gather else None, S)
     w_desc, turned = _weights_desc(w, u, N, K, gated)
     (matrix, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
-    u_offset = u.data.data_ptr() - w.data.data_ptr()
-    first, second = (w_place, u_place) if not turned else (u_place, w_place)
-    blocks_at = (-u_offset if turned else u_offset, matrix, rows, (*first, *second))
+    halves, place = ((u.data, w.data), (*u_place, *w_place)) if turned else ((w.data, u.data), (*w_place, *u_place))
     heights = (width, width // 2, tiles.SPARE)
     x_descs = [described(codes, [S, K], [K, 1], [height, SHARED.value]) for height in heights]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     launch(
         _swap_ab_fp8_kernel,
         (programs,),
-        (u if turned else w).data,
+        *halves,
         *(*x_descs, w_desc, scales, tiles.of(width), out, z),
         scales.stride(0),
-        blocks_at,
+        (matrix, rows, place),
         activation_numbers(activation),
         FORM=Form(N, K, gated, turned, programs, width, SWAP_AB_STAGES_FP8[width]),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
