@@ -50,7 +50,7 @@ class SlowDevice:
     """What `moefuse.nn.accelerator.Accelerator` asks for."""
 
     device = torch.device("cpu")
-    records = False
+    recorder = None
 
     def __init__(self, memory: int = 2**40, late: int = 3) -> None:
         self.memory, self.late, self.lock = memory, late, threading.RLock()
@@ -115,8 +115,8 @@ class SlowDevice:
         self.pinned.append(tensor.data_ptr())
         return True
 
-    def unpin(self, tensor: Tensor) -> None:
-        self.pinned.remove(tensor.data_ptr())
+    def unpin(self, address: int) -> None:
+        self.pinned.remove(address)
 
     def do(self, work: Callable[[], None]) -> None:
         work()

@@ -24,10 +24,8 @@ class Accelerator(Protocol):
     """A device that works on its own; ``stream`` is one of `stream`, or None for the one that ops run on."""
 
     device: torch.device
-
-    @property
-    def records(self) -> bool:
-        """Whether a step is being captured: nothing runs."""
+    #: takes down what the host does in a step that is being captured
+    recorder: Callable[[Callable[[], None]], None] | None
 
     def stream(self) -> Any:
         """A stream beside the one that ops run on."""
@@ -53,8 +51,8 @@ class Accelerator(Protocol):
     def pin(self, tensor: Tensor) -> bool:
         """Make memory that the host has already such memory, where it lies; whether that was possible."""
 
-    def unpin(self, tensor: Tensor) -> None:
-        """Undo `pin`, before the memory is given back."""
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, before the memory that begins there is given back."""
 
     def do(self, work: Callable[[], None]) -> None:
         """Something that the host does at this point of a step: at once, or at each run of a step that is captured."""
@@ -75,12 +73,7 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        #: takes down what the host does in a step that is being captured
         self.recorder: Callable[[Callable[[], None]], None] | None = None
-
-    @property
-    def records(self) -> bool:
-        return self.recorder is not None
 
     def stream(self) -> Any:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -108,11 +101,11 @@ class Cuda:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, tensor: Tensor) -> bool:
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return bool(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == runtime.cudaError.success)
 
-    def unpin(self, tensor: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def do(self, work: Callable[[], None]) -> None:
         if self.recorder is None:
@@ -139,7 +132,7 @@ class Captured:
     The function is run once, and nothing of it happens then; `run` runs it as often as one likes, in the same memory.
     """
 
-    def __init__(self, accelerator: Cuda, function: Callable[[], Any]) -> None:
+    def __init__(self, accelerator: Accelerator, function: Callable[[], Any]) -> None:
         self.parts: list[Callable[[], Any]] = []
         self._pool: Any = torch.cuda.graph_pool_handle()
         stream = accelerator.stream()

@@ -157,7 +157,8 @@ class Placement:
         tensors = [bytes_in(tensor) for tensor in tensors_of(stacks).values()] if pin else []
         locked = [tensor for tensor in tensors if self.accelerator.pin(tensor)]
         layer.pinned = bool(tensors) and len(locked) == len(tensors)
-        weakref.finalize(layer, _unpin, self.accelerator, locked).atexit = False
+        addresses = [tensor.data_ptr() for tensor in locked]
+        weakref.finalize(layer, _unpin, self.accelerator, addresses, locked).atexit = False
         return layer
 
     def fill(self) -> None:
@@ -204,7 +205,7 @@ class Placement:
     # What layers share
 
     def still(self) -> _Still:
-        """Within it nothing moves; what was under way has come."""
+        """Within it nothing moves or streams; what was under way has come."""
         return _Still(self)
 
     def submit(self, work: Callable[[], Any]) -> Future[Any] | None:
@@ -295,9 +296,10 @@ class _Still:
         self.placement._still -= 1
 
 
-def _unpin(accelerator: Accelerator, tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        accelerator.unpin(tensor)
+def _unpin(accelerator: Accelerator, addresses: list[int], _: list[Tensor]) -> None:
+    """The tensors are held until this has run."""
+    for address in addresses:
+        accelerator.unpin(address)
 
 
 def _load_of(load: Mapping[str, Any], path: str, count: int) -> list[float]:
@@ -334,7 +336,7 @@ class _Staging:
     def __init__(self, accelerator: Accelerator, T: int, top_k: int, H: int, dtype: torch.dtype) -> None:
         n = T * top_k * 4
         self.sent = accelerator.host(3 * n + T * H * dtype.itemsize)
-        ids, others, weights, rows = self.sent.split([n, n, n, T * H * dtype.itemsize])
+        ids, others, weights, rows = torch.split(self.sent, [n, n, n, T * H * dtype.itemsize])
         #: ids as the router has them, and those without a slot
         self.ids, self.others = (part.view(torch.int32).view(T, top_k) for part in (ids, others))
         self.weights, self.rows = weights.view(torch.float32).view(T, top_k), rows.view(dtype).view(T, H)
@@ -434,7 +436,7 @@ class PlacedExperts:
                 part = replace(target[at : at + count], arrangement=source.arrangement)
                 arrange_(part, target.arrangement)
 
-    def _upload(self, slots: Stacks, slot: int, expert: int, after: Any) -> Any:
+    def _upload(self, slots: Stacks | None, slot: int, expert: int, after: Any) -> Any:
         """Fill a slot behind all that may still read it; what the moving thread does."""
         acc, side = self.accelerator, self.placement.side
         event = acc.event()
@@ -492,7 +494,7 @@ class PlacedExperts:
             try:
                 return run(x, ids, self._found(ids), weights, after, backend)
             except torch.OutOfMemoryError as error:
-                if self.accelerator.records:
+                if self.accelerator.recorder is not None:  # nothing can be allocated anew here
                     raise
                 kept = error.with_traceback(None)  # frames hold what they had allocated
             owner.shrink(kept)
@@ -518,7 +520,7 @@ class PlacedExperts:
     def _streams(self, T: int, top_k: int) -> bool:
         """Whether so many tokens are done earlier when the other experts stream through the GPU."""
         owner = self.placement
-        if owner.experts != "auto" or T <= 1 or self.num_experts == owner.slots:
+        if owner.experts != "auto" or T <= 1 or self.num_experts == owner.slots or owner._still:
             return False
         return owner.rates.streams(
             T * top_k, self.num_experts, owner.slots, self.expert_bytes, self._flops, pinned=self.pinned
@@ -530,8 +532,8 @@ class PlacedExperts:
         stacks = (self.stacks.gate_up, self.stacks.up, self.stacks.down)
         return 2 * sum(w.shape.numel() for w in stacks if w is not None) // self.num_experts
 
-    def _on_gpu(self, into: Stacks, *given: Any, **options: Any) -> Any:
-        return experts(*given, activation=self.activation, **stack_arguments(into), **options)
+    def _experts(self, stacks: Stacks, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Any:
+        return experts(x, ids, weights, activation=self.activation, **stack_arguments(stacks), **options)
 
     def _together(
         self, x: Tensor, ids: Tensor, found: Tensor, weights: Tensor, tail: Tail, backend: str | None
@@ -546,7 +548,7 @@ class PlacedExperts:
         acc.do(functools.partial(acc.record, staging.event))
         sums = torch.empty(1 if self.slots is None else 2, T, H, device=x.device)
         if self.slots is not None:
-            self._on_gpu(self.slots, x, slot, wide, out=sums[0], backend=backend)
+            self._experts(self.slots, x, slot, wide, out=sums[0], backend=backend)
         acc.do(functools.partial(self._on_cpu, staging))
         acc.copy(sums[-1], staging.back)
         if self.slots is None:
@@ -560,16 +562,8 @@ class PlacedExperts:
             staging.event.synchronize()
             arrived = time.perf_counter()
             if any(e >= 0 for e in staging.others.flatten().tolist()):
-                staging.back.copy_(
-                    experts(
-                        staging.rows,
-                        staging.others,
-                        staging.weights,
-                        activation=self.activation,
-                        **stack_arguments(self.stacks),
-                        residual=staging.zeros,
-                    )
-                )
+                given = staging.rows, staging.others, staging.weights
+                staging.back.copy_(self._experts(self.stacks, *given, residual=staging.zeros))
             else:
                 staging.back.zero_()
             owner.waited += arrived - started
@@ -604,7 +598,7 @@ class PlacedExperts:
         self._ask(ids)
         total = torch.zeros(x.shape, device=x.device)
         if self.slots is not None:
-            self._on_gpu(self.slots, x, slot, wide, residual=total, out=total, backend=backend)
+            self._experts(self.slots, x, slot, wide, residual=total, out=total, backend=backend)
         for number, (buffer, members) in enumerate(self._groups()):
             into = self._within(buffer.memory)
             acc.wait(buffer.read, owner.side)
@@ -613,7 +607,7 @@ class PlacedExperts:
             acc.record(buffer.loaded, owner.side)
             acc.wait(buffer.loaded)
             self._arrange(into, 0, len(members))
-            self._on_gpu(into, x, rank - number * self.group, wide, residual=total, out=total, backend=backend)
+            self._experts(into, x, rank - number * self.group, wide, residual=total, out=total, backend=backend)
             acc.record(buffer.read)
             owner.streamed_bytes += len(members) * self.expert_bytes
         return self._sum(total, total.new_ones(len(x), 1), tail, x, backend)
@@ -689,10 +683,10 @@ def place(
         model.to(placement.device)
         return
     for path, (stacks, activation, names) in experts.items():
-        module: Any = model.get_submodule(path)
-        module._placed = placement.take(path, stacks, activation, pin)
-        module._apply = functools.partial(_apply_around, module, tuple(names))
-        module._load_from_state_dict = _refuse_state
+        owner: Any = model.get_submodule(path)
+        owner._placed = placement.take(path, stacks, activation, pin)
+        owner._apply = functools.partial(_apply_around, owner, tuple(names))
+        owner._load_from_state_dict = _refuse_state
     model.to(placement.device)
     placement.fill()
 
