@@ -126,7 +126,7 @@ def test_streamed_they_give_what_the_op_gives(kind: str, slots: int, monkeypatch
     stacks, activation = KINDS[kind]()
     rule = Activation("relu2", gated=False) if activation == "relu2" else Activation(activation)
     bytes_each = sum(placement.nbytes_of(w) for w in placement.tensors_of(stacks).values()) // E
-    monkeypatch.setattr(placement, "_GROUP", 3 * bytes_each)
+    monkeypatch.setattr(placement, "GROUP", 3 * bytes_each)
     layer = layer_of(stacks, slots)
     layer.activation = rule
     assert layer.group == 3
@@ -190,7 +190,7 @@ def test_every_step_is_right_while_experts_move(device: SlowDevice, late: int) -
 @pytest.mark.usefixtures("streams")
 def test_prompts_between_steps_see_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = numbers()
-    monkeypatch.setattr(placement, "_GROUP", 2 * 4 * 3 * H * I)
+    monkeypatch.setattr(placement, "GROUP", 2 * 4 * 3 * H * I)
     layer = layer_of(stacks, 3)
     with torch.no_grad():
         for ids in (*skewed(60), *skewed(60, shift=4)):
@@ -318,7 +318,7 @@ def moe(**options: Any) -> MoE:
 
 
 def test_a_layer_is_placed(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_GROUP", 1)
+    monkeypatch.setattr(placement, "GROUP", 1)
     layer = moe()
     x = torch.randn(2, 5, H)
     each = (

@@ -35,7 +35,7 @@ WORDS = ("cpu", "auto")
 #: what is left of a budget for a cache, activations and what a prompt streams
 _ROOM, _MOST_ROOM = 8, 4 << 30
 #: bytes that stream at a time, in each of two buffers
-_GROUP = 64 << 20
+GROUP = 64 << 20
 #: tokens of a call whose staging is kept
 _FEW = 64
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -140,7 +140,7 @@ class Placement:
             _log.info("moefuse: gpu_memory is %s, and %s are free", gib(self.gpu_memory), gib(budget))
         self.budget = budget if self.gpu_memory is None else min(self.gpu_memory, budget)
         self.room = min(self.budget // _ROOM, _MOST_ROOM)
-        taken = self.accelerator.used() + shared
+        self.taken = taken = self.accelerator.used() + shared
         if taken + self.room > self.budget:
             raise ValueError(
                 f"gpu_memory must hold what is not experts, {gib(taken)}, and an eighth to work with: at least "
@@ -164,7 +164,8 @@ class Placement:
     def fill(self) -> None:
         """Give slots to as many experts as the budget holds, when all else is where it belongs."""
         if self.experts == "auto":
-            left = self.budget - self.room - self.accelerator.used() - 2 * self._group_bytes()
+            taken = max(self.accelerator.used(), self.taken)
+            left = self.budget - self.room - taken - 2 * self._group_bytes()
             each = sum(layer.expert_bytes for layer in self.layers.values())
             self._set_slots(max(0, left // each))
 
@@ -243,7 +244,7 @@ class Placement:
 
     def facts(self) -> dict[str, Any]:
         """What lies where, and what happened, as plain data."""
-        layers = self.layers.values()
+        layers = list(self.layers.values())
         hits, misses = (sum(getattr(layer.residency, name) for layer in layers) for name in ("hits", "misses"))
         return {
             "experts": self.experts,
@@ -378,7 +379,7 @@ class PlacedExperts:
         self.num_experts = stacks.down.shape[0]
         self.expert_bytes = sum(nbytes_of(w) for w in tensors_of(stacks).values()) // self.num_experts
         #: experts that stream at a time, and what they take
-        self.group = min(max(1, _GROUP // self.expert_bytes), self.num_experts)
+        self.group = min(max(1, GROUP // self.expert_bytes), self.num_experts)
         self.group_bytes = sum(_aligned(self.group * bytes_in(w)[0].nbytes) for w in tensors_of(stacks).values())
         self.pinned = False
         self.slots: Stacks | None = None
