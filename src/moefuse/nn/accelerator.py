@@ -102,7 +102,11 @@ class Cuda:
 
     def pin(self, tensor: Tensor) -> bool:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return bool(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == runtime.cudaError.success)
+        if runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == runtime.cudaError.success:
+            return True
+        with contextlib.suppress(RuntimeError):  # the next launch would report the refusal as its own
+            torch.zeros(1, device=self.device)
+        return False
 
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

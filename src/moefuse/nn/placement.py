@@ -356,6 +356,7 @@ class _Buffer:
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device)
         self.loaded, self.read = accelerator.event(), accelerator.event()
+        accelerator.record(self.read)  # whoever had this memory before may still be at it
 
 
 @dataclass
