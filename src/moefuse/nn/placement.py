@@ -547,20 +547,22 @@ class PlacedExperts:
         wide = weights.float()
         parts = (ids.to(torch.int32), other, wide, x)
         acc.copy(staging.sent, torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts]))
-        acc.do(functools.partial(acc.record, staging.event))
         sums = torch.empty(1 if self.slots is None else 2, T, H, device=x.device)
         if self.slots is not None:
+            acc.do(functools.partial(acc.record, staging.event))
             self._experts(self.slots, x, slot, wide, out=sums[0], backend=backend)
-        acc.do(functools.partial(self._on_cpu, staging))
+        acc.do(functools.partial(self._on_cpu, staging, recorded=self.slots is not None))
         acc.copy(sums[-1], staging.back)
         if self.slots is None:
             return self._sum(sums[0], staging.ones[:, :1], tail, x, backend)
         return self._sum(sums.flatten(0, 1), staging.ones, tail, x, backend, staging.inverse)
 
-    def _on_cpu(self, staging: _Staging) -> None:
+    def _on_cpu(self, staging: _Staging, recorded: bool) -> None:
         owner = self.placement
         with owner.lock, torch.no_grad():
             started = time.perf_counter()
+            if not recorded:
+                self.accelerator.record(staging.event)
             staging.event.synchronize()
             arrived = time.perf_counter()
             if any(e >= 0 for e in staging.others.flatten().tolist()):
