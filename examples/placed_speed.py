@@ -103,13 +103,13 @@ class Uploaded(PlacedExperts):
             return super()._together(x, ids, found, weights, tail, backend)
         acc, staging = self.accelerator, self.placement.staging(len(x), ids.shape[1], x.shape[1], x.dtype)
         acc.copy(staging.ids, ids)
-        acc.do(functools.partial(acc.record, staging.event))
         acc.do(functools.partial(self._send, staging))
         here = torch.arange(ids.shape[1], device=x.device, dtype=torch.int32)[None]
         options = stack_arguments(self.room) | tail._asdict()
         return experts(x, here, weights, activation=self.activation, **options)
 
     def _send(self, staging: Any) -> None:
+        self.accelerator.record(staging.event)
         staging.event.synchronize()
         for slot, expert in enumerate(staging.ids.flatten().tolist()):
             for into, source in zip(self.room[:3], self.locked[:3], strict=True):
