@@ -116,6 +116,40 @@ def test_a_gguf_file_is_placed(tmp_path: Path) -> None:
                 got.half()
 
 
+@pytest.mark.parametrize("where", ["attention", "experts"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_out_of_memory_in_the_middle_of_a_text(
+    where: str, captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    x = torch.randint(1, 97, (1, 9))
+    want = model.generate(x, max_new_tokens=12, **PLAIN)
+    hf.patch(model, experts="auto", gpu_memory=budget(model, 6))
+    if captured:
+        hf.capture(model, 1, 40)
+    calls = 0
+
+    def failing(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 8:  # the second layer of a step
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(*args, **kwargs)
+
+        return call
+
+    if where == "attention":
+        monkeypatch.setattr(hf.layers, "attention", failing(hf.layers.attention))
+    else:
+        monkeypatch.setattr(placement.PlacedExperts, "_together", failing(placement.PlacedExperts._together))
+    assert torch.equal(model.generate(x, max_new_tokens=12, **PLAIN), want)
+    assert "the GPU's memory ran out: from now on 3 experts of each layer have a slot, no longer 6" in caplog.text
+    calls = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(x, max_new_tokens=12, **PLAIN)
+
+
 def test_who_looks_at_the_parts_sees_them() -> None:
     model: Any = tiny_model("qwen3_moe")
     x = torch.randint(1, 97, (1, 9))

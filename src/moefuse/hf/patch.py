@@ -10,10 +10,10 @@ from torch import nn
 
 from moefuse.hf import layers, moe_module
 from moefuse.hf.experts import restore_order
-from moefuse.hf.place import place_model
+from moefuse.hf.place import place_model, unplace_model
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
-from moefuse.nn.placement import Placement, unplace
+from moefuse.nn.placement import Placement
 from moefuse.nn.recognize import NotRecognized
 
 
@@ -105,9 +105,7 @@ def patch(
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: layers, the experts implementation, the memory order of the weights and, where experts were
     placed, the CPU are as before."""
-    if vars(model).pop("_moefuse_placement", None) is not None:
-        unplace(model)
-        model.to("cpu")
+    unplace_model(model)
     for module in model.modules():
         if "_moefuse" in vars(module):
             del module._moefuse, module.forward
