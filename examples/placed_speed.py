@@ -122,8 +122,8 @@ def put(model: Any, mode: str, args: argparse.Namespace) -> Placement:
     each = sum(w.nbytes for w in found[0]._held().values()) // args.experts
     shared = sum(p.nbytes for p in model.parameters())
     slots = {"cpu": 0, "auto": args.experts // 4, "uploaded": 0, "gpu": args.experts}[mode]
-    streams = 2 * placement.GROUP
-    budget = int((shared + streams + slots * each * args.layers) * 8 / 7) + (16 << 20)
+    taken = torch.cuda.memory_allocated() + shared + slots * each * args.layers
+    budget = placement.budget_for(taken + placement.STREAMS * placement.GROUP) + (16 << 20)
     made = Placement("cpu" if mode in ("cpu", "uploaded") else "auto", budget)
     place_model(model, made)
     if mode == "uploaded":

@@ -7,7 +7,6 @@ or the host waits for it or has asked ``late`` times, and memory is garbage from
 host must not change until it is known to be done.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -63,8 +62,12 @@ class SlowDevice:
     def stream(self) -> Line:
         return Line()
 
-    def on(self, _: Line) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def run(self, work: Callable[[], None], stream: Line | None = None) -> None:
+        with self.lock:
+            if stream is None:
+                work()
+            else:
+                stream.given.append(work)
 
     def event(self) -> SlowEvent:
         return SlowEvent(self)

@@ -17,6 +17,7 @@ from moefuse.nn import MoE, Placement, placement, rates
 from moefuse.nn.placement import PlacedExperts, bytes_of, placed
 from moefuse.nn.rates import Rates
 from moefuse.nn.shared import stack_arguments
+from moefuse.quant.arrange import _TAKEN, WANTED
 from moefuse.types import Stacks
 
 E, H, I = 8, 64, 32
@@ -27,6 +28,7 @@ SLOW_BUS, FAST_BUS = Rates(1.0, 1.0, 1e12, 1e15), Rates(1e15, 1e15, 1.0, 1.0)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SlowDevice:
     made = SlowDevice()
+    monkeypatch.setattr(placement, "LEAST_ROOM", 0)
     monkeypatch.setattr(placement, "accelerator_of", lambda _: made)
     monkeypatch.setattr(placement, "rates_of", lambda _: SLOW_BUS)
     return made
@@ -115,7 +117,8 @@ def test_together_they_give_what_the_op_gives(device: SlowDevice, kind: str, slo
         for _ in range(2):
             assert_close(layer(x, ids, weights), exact(stacks, x, ids, weights, layer.activation))
     asked = int(((ids >= 0) & (ids < E)).sum()) * 2
-    assert layer.residency.hits + layer.residency.misses == asked
+    found = layer.placement.facts()
+    assert found["hits"] + found["misses"] == asked
     assert len(device.pinned) == len([v for k, v in stacks._asdict().items() if v is not None and k != "layout"])
 
 
@@ -136,6 +139,28 @@ def test_streamed_they_give_what_the_op_gives(kind: str, slots: int, monkeypatch
             assert_close(layer(x, ids, weights), exact(stacks, x, ids, weights, rule))
     assert layer.placement.streamed_bytes == 2 * (E - slots) * layer.expert_bytes
     assert layer.placement.calls == 0
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("order", ["", "interleaved"])
+@pytest.mark.parametrize("bus", ["slow", "fast"])
+@pytest.mark.usefixtures("device")
+def test_blocks_that_the_device_wants_in_another_order(bus: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "rates_of", lambda _: SLOW_BUS if bus == "slow" else FAST_BUS)
+    monkeypatch.setitem(WANTED, "cpu", "planes")
+    monkeypatch.setitem(_TAKEN, "cpu", None)
+    stacks = blocks("Q4_K", "Q8_0", "Q6_K")
+    stacks = stacks._replace(gate_up=stacks.gate_up.arranged(order), down=stacks.down.arranged(order))
+    layer = layer_of(stacks, 3)
+    assert layer.slots is not None
+    assert layer.slots.specs == ("Q4_K:planes:exact", "Q8_0:planes:exact", "Q6_K:planes:exact")
+    with torch.no_grad():
+        for number, ids in enumerate((*skewed(40), *skewed(40, shift=4))):
+            T = 1 + number % 2
+            x, weights, many = torch.randn(T, 256), torch.rand(T, 3), ids.expand(T, 3)
+            assert_close(layer(x, many, weights), exact(stacks, x, many, weights))
+    assert layer.residency.moves > 0
+    assert (layer.placement.streamed_bytes > 0) == (bus == "fast")
 
 
 @pytest.mark.usefixtures("device")

@@ -30,8 +30,8 @@ class Accelerator(Protocol):
     def stream(self) -> Any:
         """A stream beside the one that ops run on."""
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Ops run on this stream."""
+    def run(self, work: Callable[[], None], stream: Any = None) -> None:
+        """Let ops run on this stream."""
 
     def event(self) -> Event:
         """An event to be recorded, as often as one likes."""
@@ -78,8 +78,9 @@ class Cuda:
     def stream(self) -> Any:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    def run(self, work: Callable[[], None], stream: Any = None) -> None:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            work()
 
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -23,19 +23,20 @@ from moefuse.nn.rates import Rates, rates_of
 from moefuse.nn.residency import Residency
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops._core.invariance import is_invariant
+from moefuse.ops._core.memory import arrange_into
 from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
 from moefuse.quant.arrange import wanted
-from moefuse.quant.tensor import QuantTensor, arrange_
+from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Activation, Stacks, Tail, Weight
 
 _log = logging.getLogger("moefuse")
 
 WORDS = ("cpu", "auto")
-#: what is left of a budget for a cache, activations and what a prompt streams
-_ROOM, _MOST_ROOM = 8, 4 << 30
-#: bytes that stream at a time, in each of two buffers
-GROUP = 64 << 20
+#: what is left of a budget for a cache and activations: a part of it, within bounds
+_ROOM, LEAST_ROOM, _MOST_ROOM = 8, 512 << 20, 4 << 30
+#: bytes that stream at a time, and how many such pieces are on the GPU: two that come in turns, one that is arranged
+GROUP, STREAMS = 64 << 20, 3
 #: tokens of a call whose staging is kept
 _FEW = 64
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -51,6 +52,11 @@ def bytes_of(text: str | int) -> int:
     if isinstance(text, bool) or not isinstance(text, (str, int)) or not found or found[2].upper() not in _UNITS:
         raise ValueError(f"gpu_memory must be bytes or a size such as 12GiB or 500MB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def budget_for(taken: int) -> int:
+    """The least budget that leaves room beside so many bytes."""
+    return max(taken + LEAST_ROOM, min(-(-taken * _ROOM // (_ROOM - 1)), taken + _MOST_ROOM))
 
 
 def gib(nbytes: float) -> str:
@@ -99,9 +105,11 @@ class Placement:
         self.calls = self.streamed_bytes = self.moved_bytes = 0
         self._staging = threading.local()
         self._buffers: list[_Buffer] = []
+        self._memories: dict[str, Tensor] = {}
         #: the stream of all copies that no step waits for
         self.side = self.accelerator.stream()
         self._mover: ThreadPoolExecutor | None = None
+        self._later: Callable[[], None] | None = None
         self._still = 0
 
     @classmethod
@@ -139,12 +147,12 @@ class Placement:
         if self.gpu_memory is not None and self.gpu_memory > budget:
             _log.info("moefuse: gpu_memory is %s, and %s are free", gib(self.gpu_memory), gib(budget))
         self.budget = budget if self.gpu_memory is None else min(self.gpu_memory, budget)
-        self.room = min(self.budget // _ROOM, _MOST_ROOM)
+        self.room = min(max(self.budget // _ROOM, LEAST_ROOM), _MOST_ROOM)
         self.taken = taken = self.accelerator.used() + shared
         if taken + self.room > self.budget:
             raise ValueError(
-                f"gpu_memory must hold what is not experts, {gib(taken)}, and an eighth to work with: at least "
-                f"{gib(min(taken * _ROOM / (_ROOM - 1), taken + _MOST_ROOM))}, got {gib(self.budget)}"
+                f"gpu_memory must hold what is not experts, {gib(taken)}, and room to work in, {gib(self.room)}: give "
+                f"{gib(budget_for(taken))} or more, got {gib(self.budget)}"
             )
         self.accelerator.limit(self.budget)
         whole = sum(nbytes_of(tensor) for one in stacks.values() for tensor in tensors_of(one).values())
@@ -165,7 +173,7 @@ class Placement:
         """Give slots to as many experts as the budget holds, when all else is where it belongs."""
         if self.experts == "auto":
             taken = max(self.accelerator.used(), self.taken)
-            left = self.budget - self.room - taken - 2 * self._group_bytes()
+            left = self.budget - self.room - taken - STREAMS * self._group_bytes()
             each = sum(layer.expert_bytes for layer in self.layers.values())
             self._set_slots(max(0, left // each))
 
@@ -183,7 +191,7 @@ class Placement:
             raise error
         self.shrunk, before = True, self.slots
         with self.still():
-            for layer in self.layers.values():
+            for layer in list(self.layers.values()):
                 layer.set_slots(0)
             self.accelerator.free()
             self._set_slots(before // 2)
@@ -195,12 +203,12 @@ class Placement:
 
     def close(self) -> None:
         """Nothing of it is left on the GPU."""
-        self._still += 1
+        self._still, self._later = 1, None
         if self._mover is not None:
             self._mover.shutdown(wait=True)
-        for layer in self.layers.values():
+        for layer in list(self.layers.values()):
             layer.set_slots(0)
-        self._buffers, self._mover = [], None
+        self._buffers, self._memories, self._mover = [], {}, None
         self.accelerator.limit(None)
 
     # What layers share
@@ -208,6 +216,17 @@ class Placement:
     def still(self) -> _Still:
         """Within it nothing moves or streams; what was under way has come."""
         return _Still(self)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do this when the GPU has been given its next work: no step waits for it then."""
+        self.catch_up()
+        self._later = work
+
+    def catch_up(self) -> None:
+        """Do what was left for later."""
+        work, self._later = self._later, None
+        if work is not None:
+            work()
 
     def submit(self, work: Callable[[], Any]) -> Future[Any] | None:
         """Let the one thread that moves experts do this; None where nothing may move."""
@@ -236,6 +255,21 @@ class Placement:
                 self._buffers = [_Buffer(self.accelerator, self._group_bytes()) for _ in range(2)]
         return self._buffers
 
+    def arranged(self) -> Tensor:
+        """Memory for those that have come, in another order."""
+        return self._memory("arranged", self._group_bytes())
+
+    def raw(self) -> Tensor:
+        """Memory for one expert on its way into a slot, which streams use one after the other."""
+        return self._memory("raw", max(layer.one_bytes for layer in self.layers.values()))
+
+    def _memory(self, name: str, nbytes: int) -> Tensor:
+        if name not in self._memories:
+            with torch.inference_mode(False):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.accelerator.device)
+            self._memories[name] = memory
+        return self._memories[name]
+
     @functools.cached_property
     def rates(self) -> Rates:
         return rates_of(self.accelerator)
@@ -244,6 +278,8 @@ class Placement:
 
     def facts(self) -> dict[str, Any]:
         """What lies where, and what happened, as plain data."""
+        with self.lock:
+            self.catch_up()
         layers = list(self.layers.values())
         hits, misses = (sum(getattr(layer.residency, name) for layer in layers) for name in ("hits", "misses"))
         return {
@@ -290,7 +326,8 @@ class _Still:
     def __enter__(self) -> None:
         placement = self.placement
         placement._still += 1
-        for layer in placement.layers.values():
+        placement.catch_up()
+        for layer in list(placement.layers.values()):
             layer.settle(wait=True)
 
     def __exit__(self, *_: object) -> None:
@@ -310,7 +347,7 @@ def _load_of(load: Mapping[str, Any], path: str, count: int) -> list[float]:
     return [float(n) for n in load[path]]
 
 
-def tensors_of(stacks: Stacks) -> dict[str, Weight]:
+def tensors_of(stacks: Stacks) -> dict[str, Any]:
     """What every expert has a part of, by name."""
     return {name: value for name, value in stacks._asdict().items() if value is not None and name != "layout"}
 
@@ -324,11 +361,9 @@ def nbytes_of(weight: Weight) -> int:
     return bytes_in(weight).nbytes
 
 
-def _like(weight: Weight, memory: Tensor) -> Weight:
-    """Numbers or blocks of the same kind in this memory, arranged for its device."""
-    if not isinstance(weight, QuantTensor):
-        return memory
-    return replace(weight, blocks=memory, arrangement=wanted(memory, weight.arrangement))
+def _differ(one: Weight, other: Weight) -> bool:
+    """Whether these are blocks in two arrangements."""
+    return isinstance(one, QuantTensor) and isinstance(other, QuantTensor) and one.arrangement != other.arrangement
 
 
 class _Staging:
@@ -361,7 +396,6 @@ class _Buffer:
 
 @dataclass
 class _Move:
-    expert: int
     slot: int
     #: gives the event behind its copies
     future: Future[Any]
@@ -381,7 +415,9 @@ class PlacedExperts:
         self.expert_bytes = sum(nbytes_of(w) for w in tensors_of(stacks).values()) // self.num_experts
         #: experts that stream at a time, and what they take
         self.group = min(max(1, GROUP // self.expert_bytes), self.num_experts)
-        self.group_bytes = sum(_aligned(self.group * bytes_in(w)[0].nbytes) for w in tensors_of(stacks).values())
+        sizes = [bytes_in(w)[0].nbytes for w in tensors_of(stacks).values()]
+        self.group_bytes = sum(_aligned(self.group * size) for size in sizes)
+        self.one_bytes = sum(map(_aligned, sizes))
         self.pinned = False
         self.slots: Stacks | None = None
         self._moves: list[_Move] = []
@@ -407,8 +443,7 @@ class PlacedExperts:
                 self.slots = self._stacks(count, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
             self._table = torch.empty(3, self.num_experts + 2, dtype=torch.int32, device=device)
         for slot, expert in enumerate(self.residency.slots):
-            self._put(self.slots, slot, expert, 1)
-            self._arrange(self.slots, slot, 1)
+            self._bring(self.slots, slot, expert)
         self._publish()
 
     # Moving
@@ -420,32 +455,25 @@ class PlacedExperts:
         memory.copy_(rows)
         self.accelerator.copy(self._table, memory)
 
-    def _put(self, into: Stacks | None, at: int, first: int, count: int, stream: Any = None) -> None:
-        """Copy experts that stand together, as they lie in RAM."""
-        assert into is not None
-        targets = tensors_of(into)
+    def _bring(self, slots: Stacks | None, slot: int, expert: int, stream: Any = None) -> None:
+        """Fill a slot, in the order of a stream."""
+        acc, into = self.accelerator, {} if slots is None else tensors_of(slots)
+        raw = tensors_of(self._within(self.placement.raw(), 1, arranged=False))
         for name, source in tensors_of(self.stacks).items():
-            target = bytes_in(targets[name])[at : at + count]
-            self.accelerator.copy(target, bytes_in(source)[first : first + count], stream)
-
-    def _arrange(self, into: Stacks | None, at: int, count: int) -> None:
-        """Blocks that were put, in the order that the GPU reads."""
-        assert into is not None
-        targets = tensors_of(into)
-        for name, source in tensors_of(self.stacks).items():
-            target = targets[name]
-            if isinstance(source, QuantTensor) and isinstance(target, QuantTensor):
-                part = replace(target[at : at + count], arrangement=source.arrangement)
-                arrange_(part, target.arrangement)
+            target, here = into[name][slot : slot + 1], raw[name]
+            if not _differ(target, here):
+                acc.copy(bytes_in(target), bytes_in(source)[expert : expert + 1], stream)
+            else:
+                acc.copy(bytes_in(here), bytes_in(source)[expert : expert + 1], stream)
+                acc.run(functools.partial(arrange_into, target, here), stream)
 
     def _upload(self, slots: Stacks | None, slot: int, expert: int, after: Any) -> Any:
         """Fill a slot behind all that may still read it; what the moving thread does."""
         acc, side = self.accelerator, self.placement.side
         event = acc.event()
-        with torch.no_grad(), acc.on(side):
+        with torch.no_grad():
             acc.wait(after, side)
-            self._put(slots, slot, expert, 1, side)
-            self._arrange(slots, slot, 1)
+            self._bring(slots, slot, expert, side)
             acc.record(event, side)
         return event
 
@@ -459,10 +487,18 @@ class PlacedExperts:
                 self._asked = None
         changed = False
         for move in list(self._moves):
+            if not (wait or move.future.done()):
+                continue
+            error = move.future.exception()
+            if isinstance(error, torch.OutOfMemoryError):  # the slot stays empty until it is chosen again
+                self._moves.remove(move)
+                residency.moving.pop(move.slot)
+                continue
+            event = move.future.result()
             if wait:
-                move.future.result().synchronize()
-            if move.future.done() and move.future.result().query():
-                self.accelerator.wait(move.future.result())
+                event.synchronize()
+            if event.query():
+                self.accelerator.wait(event)
                 self._moves.remove(move)
                 residency.finish(move.slot)
                 owner.moved_bytes += self.expert_bytes
@@ -478,7 +514,7 @@ class PlacedExperts:
             for expert, slot in due:
                 future = owner.submit(functools.partial(self._upload, self.slots, slot, expert, after))
                 assert future is not None
-                self._moves.append(_Move(expert, slot, future))
+                self._moves.append(_Move(slot, future))
 
     # Computing
 
@@ -491,6 +527,7 @@ class PlacedExperts:
         with owner.lock:
             streams = self._streams(x.shape[0], ids.shape[1])
             if streams:
+                owner.catch_up()
                 self.settle()
             run = self._streamed if streams else self._together
             try:
@@ -560,12 +597,13 @@ class PlacedExperts:
     def _on_cpu(self, staging: _Staging, recorded: bool) -> None:
         owner = self.placement
         with owner.lock, torch.no_grad():
-            started = time.perf_counter()
             if not recorded:
                 self.accelerator.record(staging.event)
+            owner.catch_up()
+            started = time.perf_counter()
             staging.event.synchronize()
             arrived = time.perf_counter()
-            if any(e >= 0 for e in staging.others.flatten().tolist()):
+            if bool((staging.others >= 0).any()):
                 given = staging.rows, staging.others, staging.weights
                 staging.back.copy_(self._experts(self.stacks, *given, residual=staging.zeros))
             else:
@@ -573,8 +611,11 @@ class PlacedExperts:
             owner.waited += arrived - started
             owner.computed += time.perf_counter() - arrived
             owner.calls += 1
-            self._note(staging.ids)
-            self.settle()
+            owner.later(functools.partial(self._note_and_settle, staging.ids.clone()))
+
+    def _note_and_settle(self, ids: Tensor) -> None:
+        self._note(ids)
+        self.settle()
 
     def _note(self, ids: Tensor) -> None:
         """Experts that a call asked for, on the host."""
@@ -604,17 +645,33 @@ class PlacedExperts:
         if self.slots is not None:
             self._experts(self.slots, x, slot, wide, residual=total, out=total, backend=backend)
         for number, (buffer, members) in enumerate(self._groups()):
-            into = self._within(buffer.memory)
+            raw = self._within(buffer.memory, self.group, arranged=False)
             acc.wait(buffer.read, owner.side)
             for at, first, count in _runs(members):
-                self._put(into, at, first, count, owner.side)
+                self._put(raw, at, first, count, owner.side)
             acc.record(buffer.loaded, owner.side)
             acc.wait(buffer.loaded)
-            self._arrange(into, 0, len(members))
+            into = self._arranged(raw, len(members))
             self._experts(into, x, rank - number * self.group, wide, residual=total, out=total, backend=backend)
             acc.record(buffer.read)
             owner.streamed_bytes += len(members) * self.expert_bytes
         return self._sum(total, total.new_ones(len(x), 1), tail, x, backend)
+
+    def _put(self, into: Stacks, at: int, first: int, count: int, stream: Any) -> None:
+        """Copy experts that stand together, as they lie in RAM."""
+        targets = tensors_of(into)
+        for name, source in tensors_of(self.stacks).items():
+            target = bytes_in(targets[name])[at : at + count]
+            self.accelerator.copy(target, bytes_in(source)[first : first + count], stream)
+
+    def _arranged(self, raw: Stacks, count: int) -> Stacks:
+        """What has come, in the order that the GPU reads: where blocks differ in that, in memory for it."""
+        made, room = raw._asdict(), self._within(self.placement.arranged(), self.group)
+        for name, target in tensors_of(room).items():
+            if _differ(target, made[name]):
+                arrange_into(target[:count], made[name][:count])
+                made[name] = target
+        return Stacks(**made)
 
     def _groups(self) -> Iterator[tuple[_Buffer, list[int]]]:
         """Experts without a slot, as many at a time as a buffer holds, and the buffers in turn."""
@@ -622,8 +679,8 @@ class PlacedExperts:
         for number, start in enumerate(range(0, len(others), self.group)):
             yield buffers[number % 2], others[start : start + self.group]
 
-    def _within(self, memory: Tensor) -> Stacks:
-        """Stacks of one group in a buffer."""
+    def _within(self, memory: Tensor, count: int, arranged: bool = True) -> Stacks:
+        """Stacks of so many experts in this memory of the GPU."""
         left = memory
 
         def cut(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -632,14 +689,19 @@ class PlacedExperts:
             part, left = left[:size], left[_aligned(size) :]
             return part.view(dtype).view(shape)
 
-        return self._stacks(self.group, cut)
+        return self._stacks(count, cut, arranged)
 
-    def _stacks(self, count: int, memory: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Stacks:
-        """Stacks of so many experts on the GPU."""
+    def _stacks(
+        self, count: int, memory: Callable[[tuple[int, ...], torch.dtype], Tensor], arranged: bool = True
+    ) -> Stacks:
+        """Stacks of so many experts on the GPU: as that reads them, or as they lie in RAM."""
         made: dict[str, Any] = {"up": None, "layout": self.stacks.layout}
         for name, weight in tensors_of(self.stacks).items():
             data = bytes_in(weight)
-            made[name] = _like(weight, memory((count, *data.shape[1:]), data.dtype))
+            made[name] = part = memory((count, *data.shape[1:]), data.dtype)
+            if isinstance(weight, QuantTensor):
+                order = wanted(part, weight.arrangement) if arranged else weight.arrangement
+                made[name] = replace(weight, blocks=part, arrangement=order)
         return Stacks(**made)
 
     def _sum(
@@ -697,10 +759,11 @@ def place(
 
 def unplace(model: nn.Module) -> None:
     """Let the experts of a model be like its other parts again; nothing moves."""
+    placement = placement_of(model)
+    if placement is not None:
+        placement.close()
     for module in model.modules():
-        layer = vars(module).pop("_placed", None)
-        if layer is not None:
-            layer.placement.close()
+        if vars(module).pop("_placed", None) is not None:
             del module._apply, module._load_from_state_dict
 
 
