@@ -25,8 +25,10 @@ from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.place import place_model
 from moefuse.hf.support import on_interface
 from moefuse.nn import Placement, placement
+from moefuse.nn.accelerator import accelerator_of
 from moefuse.nn.placement import PlacedExperts, placed
 from moefuse.nn.quantized import interleave_
+from moefuse.nn.rates import rates_of
 from moefuse.nn.shared import stack_arguments
 from moefuse.types import Activation, Stacks
 
@@ -157,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {
         "--layers": 48, "--hidden": 2048, "--experts": 128, "--intermediate": 768, "--top-k": 8, "--heads": 32,
-        "--vocab": 32768, "--prefill": 2048, "--steps": 64, "--settle": 320,
+        "--vocab": 32768, "--prefill": 2048, "--steps": 64, "--settle": 320, "--threads": 0,
     }.items():  # fmt: skip
         parser.add_argument(name, type=int, default=default, help=f"default {default}")
     parser.add_argument("--skew", type=float, default=0.35, help="of the routers: 0 uses all experts alike")
@@ -165,10 +167,13 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("experts are placed between RAM and a GPU, and there is none")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     print(f"{torch.cuda.get_device_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
     started = time.perf_counter()
     model = build(args)
     print(f"{args.layers} layers, built in {time.perf_counter() - started:.1f} s", flush=True)
+    print(rates_of(accelerator_of("cuda")), flush=True)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, args.vocab, (args.settle + args.steps + 1, 1), generator=generator).cuda()
     prompt = torch.randint(0, args.vocab, (1, args.prefill), generator=generator).cuda()
