@@ -431,15 +431,15 @@ def invariant(arguments: dict[str, str]) -> Iterator[Check]:
 def placed(arguments: dict[str, str]) -> Iterator[Check]:
     """Experts in RAM and in slots, on real streams, while they move; and a model with them, captured."""
     steps = int(arguments["steps"])
-    for kind in ("float32", "bfloat16", "Q4_K", "Q4_K:interleaved", "Q8_0"):
-        for slots in (0, 3, 7):
-            for streams in (False, True):
-                name = f"{kind}, {slots} of 8 in slots, {'streamed' if streams else 'together'}"
-                yield name, lambda kind=kind, slots=slots, streams=streams: placed_layer(kind, slots, streams, steps)
-    for words in ("cpu", "auto") if "models" in arguments else ():
+    for words in ("auto", "cpu") if "models" in arguments else ():
         for streams in (False, True) if words == "auto" else (False,):
             name = f"a model, experts={words!r}{', prompts streamed' if streams else ''}"
             yield name, lambda words=words, streams=streams: placed_model(words, streams)
+    for kind in ("Q4_K:interleaved", "bfloat16", "float32", "Q4_K", "Q8_0"):
+        for slots in (3, 0):
+            for streams in (False, True):
+                name = f"{kind}, {slots} of 8 in slots, {'streamed' if streams else 'together'}"
+                yield name, lambda kind=kind, slots=slots, streams=streams: placed_layer(kind, slots, streams, steps)
 
 
 def rates_for(streams: bool) -> Any:
