@@ -3,8 +3,14 @@
 import copy
 import gc
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -469,3 +475,41 @@ def test_rates_are_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 def test_rates_are_those_of_the_machine() -> None:
     found = rates.measure(SlowDevice())
     assert min(found.pinned, found.paged, found.read, found.compute) > 1e7
+
+
+LOOP = """
+import sys
+import torch
+from slow_device import SlowDevice
+from moefuse.nn import Placement, placement
+from moefuse.nn.rates import Rates
+from moefuse.types import Activation, Stacks
+
+placement.accelerator_of, placement.rates_of = lambda _: SlowDevice(), lambda _: Rates(1.0, 1.0, 1.0, 1.0)
+made = Placement()
+layer = made.take("experts", Stacks(torch.randn(64, 64, 32), None, torch.randn(64, 32, 32)), Activation("silu"))
+made.budget, made.room = 2**40, 0
+made._set_slots(8)
+print("ready", flush=True)
+with torch.no_grad():
+    while True:
+        layer(torch.randn(1, 32), torch.randint(0, 64, (1, 8)), torch.rand(1, 8))
+"""
+
+
+def test_an_interrupt_ends_it(tmp_path: Any) -> None:
+    """No thread keeps the process alive, and none complains."""
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert said.count("Traceback") == 1

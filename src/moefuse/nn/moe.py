@@ -59,7 +59,8 @@ class MoE(BlockModule):
         eps: of both norms.
         router_training: losses and noise while training; see `auxiliary_loss`.
 
-    ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`.
+    ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`. `place` leaves experts in RAM that a GPU cannot
+    hold.
 
     >>> layer = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
     >>> x = torch.randn(2, 5, 64)
