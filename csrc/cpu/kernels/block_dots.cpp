@@ -1,11 +1,11 @@
 // Products with weights in GGUF blocks, for one instruction set; MOEFUSE_ISA names it and the flags define it.
 //
-// dots(a [M] packed rows, w [N] rows of blocks, z [M, ldz]). Interleaved rows are multiplied with a few rows of activations
-// straight from registers (group_dots.h). In the file's order AVX-512 decodes as many weights as its registers hold and
-// multiplies these with every row (register_dots.h). Else, and in f32, panels of kLanes weight rows are decoded, kUnit
-// elements at a time, into L1; few rows of activations are multiplied with weights as they lie, and only sums are
-// transposed (panel_dots.h). Always a lane is a weight row and products of a group are added up as whole numbers, so that a
-// sum has the same bits whatever M, N and the tile.
+// dots(a [M] packed rows, w [N] rows of blocks, z [M, ldz]). Interleaved rows are multiplied with a few rows of
+// activations straight from registers (group_dots.h). In the file's order AVX-512 decodes as many weights as its
+// registers hold and multiplies these with every row (register_dots.h). Else, and in f32, panels of kLanes weight rows
+// are decoded, kUnit elements at a time, into L1; few rows of activations are multiplied with weights as they lie, and
+// only sums are transposed (panel_dots.h). Always a lane is a weight row and products of a group are added up as whole
+// numbers, so that a sum has the same bits whatever M, N and the tile.
 //
 // As in kernels.cpp, nothing here may call a template or inline function of the standard library.
 #if defined(__AVX512VNNI__)
@@ -191,7 +191,8 @@ template <class F, class Source, class Product, int C>
 void unit(Product& product, Panel* panels, const Source* from, int64_t unit_at, const char* ahead,
           const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
   for (int c = 0; c < C; ++c) {
-    decode_unit<F, Product::kRaises>(from[c], unit_at, k, behind(ahead, c * kLanes * k / F::kSize * F::kBytes), panels[c]);
+    const char* next = behind(ahead, c * kLanes * k / F::kSize * F::kBytes);
+    decode_unit<F, Product::kRaises>(from[c], unit_at, k, next, panels[c]);
   }
   product.template prepare<C>(panels, k);
   int64_t tiles = (rows + kTileHeight - 1) / kTileHeight;

@@ -189,8 +189,8 @@ inline __attribute__((always_inline)) void each(const Run& run) {
   }
 }
 
-// run(part) for every part of a block. They are as good as equal, and not unrolled: code for a whole block would not stay
-// in the caches of instructions, which took a Zen 5 up to 1.6 times as long.
+// run(part) for every part of a block. Not unrolled: code for a whole block does not stay in the caches of instructions,
+// and a Zen 5, whose two threads share them, took up to 1.6 times as long.
 template <class F, class Run>
 inline __attribute__((always_inline)) void each_repeat(const Run& run) {
   int64_t repeats = F::kRepeats;

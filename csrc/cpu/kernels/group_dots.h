@@ -9,19 +9,20 @@ namespace moefuse::MOEFUSE_ISA {
 // Rows of activations at a time: their sums, one register of weights and one of activations are all that is held.
 constexpr int kTile = kLanes == 16 ? 8 : 4;
 
-// Vectors of weight rows at a time, which share a load of activations. Where parts of a group are widened apart there are
-// too few registers for that.
+// Vectors of weight rows at a time, which share a load of activations. Where parts of a group are widened apart there
+// are too few registers for that.
 template <class F>
 constexpr int kAbreast = kLanes == 8 && F::kSpan != 4 ? 2 : 1;
 
-// From how many rows on panels are better: a weight then is decoded once for all. On a Zen 5 core with AVX2 at 32 rows they
-// take 0.9 of the time in Q4_K and 0.7 in Q6_K, at 8 rows 1.1 and 0.8; in Q8_0 1.2. With AVX-VNNI only Q6_K gains.
+// Up to how many rows this is better than panels, which decode a weight once for all. On a Zen 5 core with AVX2 at 32
+// rows they take 0.9 of the time in Q4_K and 0.7 in Q6_K, at 8 rows 1.1 and 0.8; in Q8_0 1.2. AVX-VNNI: 0.75 in Q6_K.
 template <class F>
 constexpr int64_t kMostTiledRows =
     kLanes == 4 ? 0 : kLanes == 16 ? kMaxRows : F::kGroup == 16 ? 4 : kFourProducts || F::kSpan == 1 ? kMaxRows : 16;
 
-// How far ahead blocks are fetched: a Zen 5 read Q6_K at 27 GB/s so, at 18 where a whole strip lay between.
-constexpr int64_t kAheadBytes = 8 << 10;
+// How far ahead blocks are fetched, into L1: on a Zen 5, one core with two threads, a layer in Q4_K took 430 us at T=1
+// so, 452 at twice the distance, 590 into L2 and 750 without; with a whole strip between it read Q6_K at 18 GB/s, not 27.
+constexpr int64_t kAheadBytes = 4 << 10;
 
 // In the file's order AVX-512 multiplies a block part by part of its groups, and so it does here, for the same bits.
 constexpr bool kByParts = kLanes == 16;

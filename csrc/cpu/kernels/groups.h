@@ -106,9 +106,9 @@ inline const char* behind(const char* p, int64_t bytes) {
   return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
-// While a part of a block is multiplied, its share of the blocks of the next `Rows` weight rows is fetched, into L2 unless
-// they come soon, line by line: these lie behind each other, and no processor guesses that from the order in which fields
-// are read.
+// While a part of a block is multiplied, its share of blocks of `Rows` weight rows that come later is fetched line by
+// line, into L2 unless they come soon: no processor guesses from the order in which fields are read that they lie behind
+// each other.
 template <class F, int64_t Rows, int Parts, int Level = 2>
 inline __attribute__((always_inline)) void fetch(const char* ahead, int64_t part) {
   constexpr int64_t kLines = ((Rows * F::kBytes + 63) / 64 + Parts - 1) / Parts;

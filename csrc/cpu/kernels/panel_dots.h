@@ -1,4 +1,4 @@
-// Integer products with blocks where products of bytes come in pairs of 16 bits: block_dots.cpp has the choice of these.
+// Integer products with blocks decoded into panels, and of few rows as they lie, for 8 lanes or fewer.
 #pragma once
 
 #include "groups.h"

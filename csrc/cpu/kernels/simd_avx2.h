@@ -1,4 +1,4 @@
-// f32 and byte vectors for AVX2 with FMA and F16C: 8 lanes, 16 registers. With AVX-VNNI products of bytes come in fours.
+// f32 and byte vectors for AVX2 with FMA and F16C, or AVX-VNNI besides: 8 lanes, 16 registers.
 #pragma once
 
 #include <immintrin.h>
