@@ -4,7 +4,7 @@
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
 MOEFUSE_INVARIANT      1: as if the whole program ran inside ``moefuse.invariant()``
-MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avx2 or portable
+MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avxvnni, avx2 or portable
 MOEFUSE_IK_LLAMA       libggml.so of ik_llama.cpp, for ``moefuse bench --against ik-llama``
 CXX                    compiler of the Metal simulator; default g++
 MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, rates of
