@@ -35,6 +35,7 @@ class _UpForm(NamedTuple):
     """
 
     gated: bool
+    top_k: int
     k: int
     chunks: int
     rounded: bool
@@ -99,7 +100,6 @@ def _up_decode_kernel(
     E,
     N,
     K,
-    top_k,
     strides,
     bias_strides,
     numbers,
@@ -129,7 +129,7 @@ def _up_decode_kernel(
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    x_row = x_ptr + (s // top_k).to(tl.int64) * stride_xt
+    x_row = x_ptr + (s // FORM.top_k).to(tl.int64) * stride_xt
     w_ptr += expert * stride_we
     u_ptr += expert * stride_ue
     # Rows of blocks past the end are the last row again, and not stored.
@@ -232,7 +232,7 @@ def _down_decode_kernel(
     if DECODE is not None:
         h_row = tl.where(live, s, row * TOP_K)
         x = (h_row, tl.num_programs(0) * TOP_K, hidden_ptr + later) if FORM.rounded else (hidden_ptr + h_row * L, 1)
-        numbers = x_chunks(x, L, RUNS, CHUNKS, FORM.rounded, DECODE, None)
+        numbers = x_chunks(x, L, RUNS, CHUNKS, DECODE)
         y, _ = row_products(loaded, numbers, matrices, rows, x, L, RUNS, CHUNKS, FORM.rounded, DECODE, None)
     else:
         h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
@@ -283,11 +283,11 @@ def experts_decode(
         _up_decode_kernel,
         (T * top_k, max(1, ceil_div(I, n))),
         *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
-        *(E, I, H, top_k),
+        *(E, I, H),
         (*x.stride(), *w.strides, *u.strides),
         (0, 0) if bias is None else bias.stride(),
         activation_numbers(activation),
-        FORM=_UpForm(gated, *sums_over, may_round(w, u), I % n == 0, n, tile.k, tile.stages),
+        FORM=_UpForm(gated, top_k, *sums_over, may_round(w, u), I % n == 0, n, tile.k, tile.stages),
         ACT=ACTIVATIONS[activation.kind],
         W_DECODE=decoder_of(w),
         U_DECODE=decoder_of(u),

@@ -140,7 +140,7 @@ def row_sums(
     rows = (w_row[None, :], u_row[None, :])
     x = (x_ptrs, stride_xk)
     # The compiler gives what comes later its layout: numbers go to where the weights are, and not the other way round.
-    numbers = x_chunks(x, K, RUNS, CHUNKS, ROUNDED, W_DECODE, SECOND)
+    numbers = x_chunks(x, K, RUNS, CHUNKS, W_DECODE)
     loaded = load_chunks(matrices, rows, K, RUNS, CHUNKS, W_DECODE, SECOND)
     return row_products(loaded, numbers, matrices, rows, x, K, RUNS, CHUNKS, ROUNDED, W_DECODE, SECOND)
 

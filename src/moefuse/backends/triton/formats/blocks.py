@@ -728,18 +728,28 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
 
 
 @triton.jit
-def _x_of(x, start, K, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr):
-    """x of RUNS runs from ``start`` on as `_step` takes it, for format DECODE and for SECOND where that is not None.
+def _x_loaded(x, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
+    """x of RUNS runs from ``start`` on, for `_x_made`.
 
     ``x``: pointers to rows [A] and a stride, or rows [A] of the S that `store_rounded` wrote, S, and where that is.
     """
     if len(x) == 3:
-        found = (_x_rounded_before(x, start, K, RUNS, base_bits(DECODE)), ())
+        found = _x_rounded_before(x, start, K, RUNS, base_bits(DECODE))
     else:
         ptrs, stride = x
-        A: tl.constexpr = ptrs.shape[0]
         at = start + 32 * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, 32)[None, None, :]
-        numbers = tl.load(ptrs[None, :, None] + at * stride, mask=at < K, other=0.0).to(tl.float32)
+        found = tl.load(ptrs[None, :, None] + at * stride, mask=at < K, other=0.0)
+    return found
+
+
+@triton.jit
+def _x_made(loaded, x, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr):
+    """What `_x_loaded` gave, as `_step` takes it for format DECODE, and for SECOND where that is not None."""
+    if len(x) == 3:
+        found = (loaded, ())
+    else:
+        A: tl.constexpr = loaded.shape[1]
+        numbers = loaded.to(tl.float32)
         made = _x_for(numbers, RUNS, A, ROUNDED, DECODE)
         found = (made, made)
         if SECOND is not None and SECOND is not DECODE:
@@ -774,13 +784,11 @@ def load_chunks(
 
 
 @triton.jit
-def x_chunks(
-    x, K, RUNS: tl.constexpr, CHUNKS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr
-):
-    """Likewise of x, see `_x_of`: nothing where CHUNKS is 0."""
+def x_chunks(x, K, RUNS: tl.constexpr, CHUNKS: tl.constexpr, DECODE: tl.constexpr):
+    """Likewise of x, see `_x_loaded`: nothing where CHUNKS is 0."""
     found = ()
     for c in tl.static_range(CHUNKS):
-        found = found + (_x_of(x, 32 * RUNS * c, K, RUNS, ROUNDED, DECODE, SECOND),)  # noqa: RUF005
+        found = found + (_x_loaded(x, 32 * RUNS * c, K, RUNS, DECODE),)  # noqa: RUF005
     return found
 
 
@@ -809,16 +817,19 @@ def row_products(
     total = tl.zeros([RUNS, A, B], tl.float32)
     second = tl.zeros([RUNS, A, B], tl.float32)
     if CHUNKS > 0:
+        made = ()
         for c in tl.static_range(CHUNKS):
-            total = _step(loaded[c][0], numbers[c][0], 32 * RUNS * c, total, ROUNDED, DECODE)
+            made = made + (_x_made(numbers[c], x, RUNS, ROUNDED, DECODE, SECOND),)  # noqa: RUF005
+        for c in tl.static_range(CHUNKS):
+            total = _step(loaded[c][0], made[c][0], 32 * RUNS * c, total, ROUNDED, DECODE)
             if SECOND is not None:
-                second = _step(loaded[c][1], numbers[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
+                second = _step(loaded[c][1], made[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
     else:
         now = loaded[0]
         # One step ahead where x is few words: more of them, or numbers, leave no registers for it.
         AHEAD: tl.constexpr = _rounds(DECODE, ROUNDED) and A <= 2
         for start in range(0, K, 32 * RUNS):
-            here = _x_of(x, start, K, RUNS, ROUNDED, DECODE, SECOND)
+            here = _x_made(_x_loaded(x, start, K, RUNS, DECODE), x, RUNS, ROUNDED, DECODE, SECOND)
             then = now
             if AHEAD:
                 then = load_both(matrices, rows, start + 32 * RUNS, K, RUNS, DECODE, SECOND)
