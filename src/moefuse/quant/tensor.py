@@ -147,7 +147,7 @@ class QuantTensor:
         return arrange_(replace(self, blocks=moved), order)
 
     def _from_gpu(self, device: torch.device) -> QuantTensor:
-        """In the file's order on another device: rearranged by the GPU, which is faster at it, some matrices at a time."""
+        """In the file's order on another device: rearranged by the GPU, which is faster, some matrices at a time."""
         made = torch.empty(self.blocks.shape, dtype=torch.uint8, device=device)
         most = max(1, _MOVED * len(self) // max(1, self.nbytes)) if self.dim() > 2 else max(1, len(self))
         for into, part in zip(made.split(most), self.blocks.split(most), strict=True):
