@@ -549,3 +549,66 @@ def test_a_run_is_recorded_only_where_all_of_it_is_kernels() -> None:
     ):
         assert record(refused, [x]) is None
     assert torch.equal(record(lambda t: (whole(t), t, None), [x])((table,))[0], whole(table))
+
+
+class Launched:
+    """A compiled kernel that takes down what it is launched with."""
+
+    function, packed_metadata = 7, ()
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.run = self
+
+    def __call__(self, *args: Any) -> None:
+        self.seen.append(args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("kind", ["triton.tools.tensor_descriptor", "triton.experimental.gluon.nvidia.hopper"])
+def test_a_descriptor_is_made_anew_with_each_calls_addresses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a card: what a launch is given the second time differs from the first by addresses alone."""
+    pytest.importorskip("triton")
+    descriptor = pytest.importorskip(kind).TensorDescriptor
+    from moefuse.backends.triton.runtime import launch as launches
+    from moefuse.backends.triton.runtime import replay as replays
+
+    layout = ("a layout",) if "gluon" in kind else ()
+    compiled = Launched()
+    monkeypatch.setattr(replays, "INTERPRETED", False)
+    monkeypatch.setattr(replays, "compiled_for", lambda *_: (compiled, ("constant",)))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 3, raising=False)
+
+    def run(x: Tensor) -> Tensor:
+        out, rest = torch.empty_like(x), x[8:]
+        assert launches.bytes_between(x, rest) == 8 * 16 * 2
+        boxes = launches.describe(descriptor, rest, [8, 16], [16, 1], [4, 16], *layout)
+        launches.launch(None, (2,), x, boxes, launches.describe(descriptor, out, [16, 16], [16, 1], [4, 16], *layout))
+        return out
+
+    again = replays._record(run, [torch.zeros(16, 16, dtype=torch.float16)])
+    assert again is not None
+    for _ in range(2):
+        x = torch.zeros(16, 16, dtype=torch.float16)
+        out = again([x])
+        *_, first, boxes, to, constant = compiled.seen[-1]
+        assert (first, boxes.base.data_ptr(), to.base.data_ptr()) == (x.data_ptr(), x[8:].data_ptr(), out.data_ptr())
+        assert (type(boxes), boxes.shape, boxes.strides, boxes.block_shape) == (descriptor, [8, 16], [16, 1], [4, 16])
+        assert (boxes.padding, boxes.base.dtype, constant) == ("zero", torch.float16, "constant")
+        assert not layout or boxes.layout == "a layout"
+    assert len(compiled.seen) == 2
+
+
+def test_tensors_that_may_lie_anywhere_are_not_measured_when_recorded() -> None:
+    pytest.importorskip("triton")
+    from moefuse.backends.triton.runtime import launch as launches
+    from moefuse.backends.triton.runtime import replay as replays
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        launches.bytes_between(x, y)
+        return torch.empty_like(x)
+
+    assert replays._record(run, [torch.zeros(2), torch.zeros(2)]) is None

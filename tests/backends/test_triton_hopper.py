@@ -242,7 +242,7 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
     known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode, SLOTS=slots)
     if BLOCKS is None:
-        known.update(w_ptr=None, u_desc=None, blocks_at=(0, 0, 0, (0, 0, 0, 0)))
+        known.update(w_ptr=None, u_ptr=None, u_desc=None, blocks_at=(0, 0, (0, 0, 0, 0)))
     if GATED:
         known.update(x_desc=None, half_desc=None, tail_desc=None)
     if not GATED or BLOCKS:
@@ -251,7 +251,8 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     types |= dict(numbers=("fp32", "fp32"))
     types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
     box = box_bytes(decode)
-    types |= dict(w_ptr="*u8", blocks_at=("i64", "i32", "i32", ("i32",) * 4), u_desc=desc("u8", 1, 64, box, bits=8))
+    types |= dict(w_ptr="*u8", u_ptr="*u8", u_desc=desc("u8", 1, 64, box, bits=8))
+    types |= dict(blocks_at=("i32", "i32", ("i32",) * 4))
     plain = desc(dtype, 1, 8, 2, 8, 64) if GATED else desc(dtype, 128, 64)
     types |= dict(w_desc=plain if BLOCKS is None else types["u_desc"])
     if SELF_DECODED:

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,37 @@ def tokens(batch: int = 2, length: int = 6) -> Tensor:
 
 def close(got: Tensor, want: Tensor) -> None:
     assert (got - want).norm() <= 2e-5 * want.norm()
+
+
+@pytest.mark.parametrize("family", [family for family in WHOLE if family in families()])
+def test_steps_over_a_growing_cache_are_those_of_the_stock_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of each sequence, one of them padded, past the end of a window where there is one."""
+    model, steps, attend = tiny_model(family).eval(), Counter[str](), attention.attend
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        steps["attend"] += 1
+        return attend(*args, **options)
+
+    monkeypatch.setattr(attention, "attend", counted)
+    x, mask = tokens(length=20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def run() -> list[Tensor]:
+        cache, found = None, []
+        for first, last in ((0, 17), (17, 18), (18, 19), (19, 20)):
+            given = {"attention_mask": mask[:, :last], "past_key_values": cache, "use_cache": True}
+            out = model(input_ids=x[:, first:last], **given)
+            cache = out.past_key_values
+            found.append(out.logits[:, -1])
+        return found
+
+    with torch.no_grad():
+        want = run()
+        report = patch(model)
+        for got, goal in zip(run(), want, strict=True):
+            close(got, goal)
+    own = model.config.get_text_config()._attn_implementation == "sdpa"
+    assert steps["attend"] == (3 * len(report.layers) if own else 0)
 
 
 @pytest.mark.parametrize("family", [family for family in WHOLE if family in families()])

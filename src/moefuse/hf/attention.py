@@ -190,6 +190,16 @@ def _seen(mask: Tensor | None, S: int, L: int, window: int | None) -> Tensor | N
     return seen if mask is None else seen & mask.bool()[:, None, :L]
 
 
+def _steps(module: Any, q: Tensor, mask: Tensor | None) -> bool:
+    """Whether a call decodes one token of each sequence as `moefuse.attend` does.
+
+    torch's own builds a plan of cuDNN's for every number of places, 5 ms each on an H200.
+    """
+    if q.shape[2] != 1 or q.device.type not in ("cpu", "cuda") or module.config._attn_implementation != "sdpa":
+        return False
+    return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1:3] == (1, 1))
+
+
 def _attend_each(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """Attention of each query as of a step of its own, ``[B, S, heads, D]``: the same bits for a token of a prompt, of
     any piece of it, and of a decode step, whatever pads its sequence."""
@@ -233,13 +243,16 @@ def attention(
         seen = _seen(attention_mask, q.shape[2], k.shape[2], window) if is_invariant() else None
         if seen is not None:
             out = _attend_each(q, k, v, seen, rule.scale, sinks)
-            (summed,) = _products(out.reshape(B * S, -1), (module.o_proj,), residual.reshape(B * S, -1))
-            return summed.view(residual.shape)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _eager_of(module))
-        if sinks is not None:
-            options["s_aux"] = sinks
-        out, _ = interface(
-            module, q, k, v, attention_mask, dropout=0.0, scaling=rule.scale, sliding_window=window, **options
-        )
+        elif _steps(module, q, attention_mask):
+            last = torch.full((1,), k.shape[2] - 1, dtype=torch.int64, device=q.device)
+            mask = None if attention_mask is None else attention_mask[:, 0, 0].expand(B, -1)
+            out = attend(q[:, :, 0], k, v, last, mask=mask, scale=rule.scale, window=window, sinks=sinks)
+        else:
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _eager_of(module))
+            if sinks is not None:
+                options["s_aux"] = sinks
+            out, _ = interface(
+                module, q, k, v, attention_mask, dropout=0.0, scaling=rule.scale, sliding_window=window, **options
+            )
     (summed,) = _products(out.reshape(B * S, -1), (module.o_proj,), residual.reshape(B * S, -1))
     return summed.view(residual.shape)

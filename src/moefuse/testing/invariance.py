@@ -9,11 +9,14 @@ the bits that it has alone. That covers every cut of tokens into batches: the pi
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -222,6 +225,7 @@ class Subject:
         needs = (*_BACKWARD.get(case.op, ("none",)), *(["grouped_linear_transposed"] if case.specs else []))
         keeps = row.saves() or case.op not in ("experts", "moe")
         self.differentiable = case.gradients and keeps and set(needs) <= set(row.load().OPS)
+        self._machine = _rows_apart if backend == "triton" and device in row.emulated() else nullcontext
         self._seed = seed
         self._alone: dict[tuple[int, bool], dict[str, Tensor]] = {}
 
@@ -243,13 +247,13 @@ class Subject:
             before = torch.get_num_threads()
             torch.set_num_threads(draw.threads)
             try:
-                with moefuse.invariant(), poisoned():
+                with moefuse.invariant(), poisoned(), self._machine():
                     results = call_op(self.case.op, arguments, self.backend)
                 results = self.parted.rows(results, arguments)
                 if not draw.gradients:
                     return results
                 given = {name: self._gradient(name, t, draw) for name, t in results.items() if t.requires_grad}
-                with poisoned():
+                with poisoned(), self._machine():
                     grads = torch.autograd.grad(
                         [results[name] for name in given], list(leaves.values()), list(given.values()),
                         allow_unused=True,
@@ -291,6 +295,31 @@ class Subject:
             if wrong:
                 differing[name] = wrong
         return differing
+
+
+@contextmanager
+def _rows_apart() -> Iterator[None]:
+    """Triton's interpreter multiplies tiles by numpy, whose sums differ with a row's place in a tile on some
+    processors. Inside, each row is a product of its own, as on tensor cores."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    whole = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        if a.data.ndim != 2:
+            return whole(self, a, b, d, *how)
+
+        def row(t: Any, i: int) -> Any:
+            return handle(t.data[i : i + 1], t.dtype)
+
+        rows = [whole(self, row(a, i), b, row(d, i), *how) for i in range(a.data.shape[0])]
+        return handle(numpy.concatenate([each.data for each in rows]), d.dtype.scalar)
+
+    builder.create_dot = create_dot
+    try:
+        yield
+    finally:
+        builder.create_dot = whole
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -228,16 +228,18 @@ def attend(
         return out
     group = Hq // Hk
     splits = max(1, min(_PROGRAMS // (B * Hk), _SPLITS, ceil_div(L, 16)))
-    starts = None
+    starts, mask = None, None if mask is None else mask.view(torch.uint8)
     if backends.invariant():
         splits = max(1, ceil_div(L, _TILES * places_of(D, Dv, q.element_size())))
-        starts = None if mask is None else mask.to(torch.int32).argmax(1)  # behind what pads a sequence on the left
+        if mask is not None:
+            mask = mask.to(torch.int32)  # beside narrower ones the compiler sums values in another order than alone
+            starts = mask.argmax(1)  # behind what pads a sequence on the left
     sums = torch.empty((B * Hk, splits, group, Dv), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * Hk, splits, group, 2), dtype=torch.float32, device=q.device)
     launch(
         _attend_kernel,
         (B * Hk, splits),
-        *(q, *cache, None if mask is None else mask.view(torch.uint8), starts, sinks),
+        *(q, *cache, mask, starts, sinks),
         *(scale, _EVERYTHING if window is None else window),
         *(sums, stats, counters(sums, B * Hk), out),
         *(Hk, L, D, Dv),

@@ -25,7 +25,7 @@ from moefuse.types import Router, Routing
 #: up to this many tokens the router is a matrix-vector product spread over experts
 _GEMV_TOKENS = 32
 #: parts of the sum over H in an invariant call, whatever the number of tokens
-_CHUNKS = 4
+_CHUNKS = 8
 #: programs of the router's product for more tokens, about: an H200 has as many multiprocessors
 _PROGRAMS = 132
 
@@ -116,12 +116,15 @@ def _fold_kernel(w_ptr, norm_ptr, folded_ptr, H, w_strides, PARTS: tl.constexpr,
 def _logits_kernel(
     x_ptr,
     folded_ptr,
+    w_ptr,
+    norm_ptr,
     logits_ptr,
     T,
     H,
     E,
     steps,
     x_strides,
+    w_strides,
     PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PART: tl.constexpr,
@@ -129,9 +132,12 @@ def _logits_kernel(
 ):
     """Unrounded x @ folded.T: BLOCK_T tokens, PART experts, a chunk of ``steps`` tiles of H.
 
-    Grid: tokens, experts, chunks.
+    Without ``folded_ptr`` the router weight is folded here, where one tile has all tokens. Grid: tokens, experts,
+    chunks.
     """
     stride_xt, stride_xh = x_strides
+    stride_we, stride_wh = w_strides
+    kind: tl.constexpr = tl.bfloat16 if x_ptr.dtype.element_ty == tl.bfloat16 else tl.float32
     wait()
     launch_dependents()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -141,19 +147,28 @@ def _logits_kernel(
     begin = tl.program_id(2) * steps * BLOCK_H  # the compiler must see that it is aligned
     end = tl.minimum(begin + steps * BLOCK_H, H)
     x_ptrs = x_ptr + rows[:, None] * stride_xt + (begin + h).to(tl.int64)[None, :] * stride_xh
-    w_ptrs = folded_ptr + e.to(tl.int64)[None, :] * H + (begin + h)[:, None]
     acc = tl.zeros([BLOCK_T, PART], tl.float32)
     for start in range(begin, end, BLOCK_H):
         inside = h < end - start
         # [BLOCK_T, BLOCK_H]
-        x = tl.load(x_ptrs, mask=(t < T)[:, None] & inside[None, :], other=0.0).to(folded_ptr.dtype.element_ty)
-        for part in tl.static_range(PARTS):
-            # [BLOCK_H, PART]
-            mask = (e < E)[None, :] & inside[:, None]
-            w = tl.load(w_ptrs + tl.cast(part, tl.int64) * E * H, mask=mask, other=0.0)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
+        x = tl.load(x_ptrs, mask=(t < T)[:, None] & inside[None, :], other=0.0).to(kind)
+        # [BLOCK_H, PART]
+        mask = (e < E)[None, :] & inside[:, None]
+        if folded_ptr is not None:
+            w_ptrs = folded_ptr + e.to(tl.int64)[None, :] * H + (start + h)[:, None]
+            for part in tl.static_range(PARTS):
+                w = tl.load(w_ptrs + tl.cast(part, tl.int64) * E * H, mask=mask, other=0.0)
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+        else:
+            w_ptrs = w_ptr + e.to(tl.int64)[None, :] * stride_we + (start + h).to(tl.int64)[:, None] * stride_wh
+            w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
+            if norm_ptr is not None:
+                w *= tl.load(norm_ptr + start + h, mask=inside, other=0.0).to(tl.float32)[:, None]
+            for _ in tl.static_range(PARTS):
+                high = w.to(kind)
+                acc = tl.dot(x, high, acc, input_precision="ieee")
+                w -= high.to(tl.float32)
         x_ptrs += BLOCK_H * stride_xh
-        w_ptrs += BLOCK_H
     place = tl.program_id(2).to(tl.int64) * T + rows
     tl.store(logits_ptr + place[:, None] * E + e[None, :], acc, mask=(t < T)[:, None] & (e < E)[None, :])
 
@@ -246,12 +261,14 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     """
     (T, H), E = x.shape, router.weight.shape[0]
     parts, dtype = _parts(x, router.weight, router.norm_weight)
-    folded = torch.empty((parts, E, H), dtype=dtype, device=x.device)
-    row_block = block_of(H)
-    tensors = router.weight, router.norm_weight, folded
-    options = {"PARTS": parts, "BLOCK_H": row_block, "num_warps": 4 if row_block <= 4096 else 8, "launch_pdl": PDL}
-    launch(_fold_kernel, (E,), *tensors, H, router.weight.stride(), **options)
     BLOCK_T, PART, BLOCK_H = (64, 128, 64) if dtype == torch.bfloat16 else (32, 32, 32)
+    weight, norm_weight, w_strides = router.weight, router.norm_weight, router.weight.stride()
+    folded = None
+    if T > BLOCK_T:
+        folded = torch.empty((parts, E, H), dtype=dtype, device=x.device)
+        row_block = block_of(H)
+        options = {"PARTS": parts, "BLOCK_H": row_block, "num_warps": 4 if row_block <= 4096 else 8, "launch_pdl": PDL}
+        launch(_fold_kernel, (E,), weight, norm_weight, folded, H, w_strides, **options)
     # Enough programs to fill the card once: split the sum over H when tokens and experts alone do not.
     tiles = max(1, ceil_div(T, BLOCK_T) * ceil_div(E, PART))
     most = _CHUNKS if backends.invariant() else _PROGRAMS // tiles
@@ -262,5 +279,6 @@ def raw_logits(x: Tensor, router: Router) -> Tensor:
     grid = ceil_div(T, BLOCK_T), ceil_div(E, PART), chunks
     blocks = {"PARTS": parts, "BLOCK_T": BLOCK_T, "PART": PART, "BLOCK_H": BLOCK_H}
     options = {"num_warps": 4, "num_stages": 3, "launch_pdl": PDL}
-    launch(_logits_kernel, grid, x, folded, logits, T, H, E, steps, x.stride(), **blocks, **options)
+    tensors = x, folded, weight, norm_weight, logits
+    launch(_logits_kernel, grid, *tensors, T, H, E, steps, x.stride(), w_strides, **blocks, **options)
     return logits

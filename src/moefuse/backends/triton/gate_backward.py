@@ -19,11 +19,7 @@ from moefuse.types import Router, Routing
 
 
 class Blocks(NamedTuple):
-    """Tokens, experts and columns of a tile of a product, and how it is multiplied.
-
-    16-bit numbers are whole in tf32, and "tf32x3" has the float32 gradient beside them in two parts: no more than two
-    of its bits are lost, and tensor cores multiply.
-    """
+    """Tokens, experts and columns of a tile of a product, and how it is multiplied, see `_add_product`."""
 
     t: int
     e: int
@@ -33,6 +29,23 @@ class Blocks(NamedTuple):
 
 #: from this many tokens on tiles are large
 _MANY_TOKENS = 2048
+
+
+@triton.jit
+def _add_product(d, w, acc, PRECISION: tl.constexpr):
+    """acc + d @ w, of a float32 gradient and the numbers of a model, on tensor cores where these have 16 bits.
+
+    "bf16": three parts of eight bits hold all of the gradient. "tf32x3": float16 is whole in tf32, and two parts hold
+    all of the gradient but two bits.
+    """
+    if PRECISION == "bf16":
+        for _ in tl.static_range(3):
+            part = d.to(tl.bfloat16)
+            acc = tl.dot(part, w, acc)
+            d = tl.where(tl.abs(d) == float("inf"), 0.0, d - part.to(tl.float32))
+    else:
+        acc = tl.dot(d, w.to(tl.float32), acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -83,6 +96,7 @@ def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, 
     BLOCK_T: tl.constexpr = BLOCKS.t
     BLOCK_E: tl.constexpr = BLOCKS.e
     BLOCK_H: tl.constexpr = BLOCKS.h
+    PRECISION: tl.constexpr = BLOCKS.precision
     stride_xt, stride_xh = x_strides
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -94,10 +108,10 @@ def _router_kernel(d_ptr, x_ptr, rms_ptr, norm_ptr, parts_ptr, T, H, E, length, 
         live = t < end
         d = tl.load(d_ptr + t[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
         x_ptrs = x_ptr + t[:, None] * stride_xt + h[None, :] * stride_xh
-        x = tl.load(x_ptrs, mask=live[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(x_ptrs, mask=live[:, None] & (h < H)[None, :], other=0.0)
         if norm_ptr is not None:
             d *= tl.load(rms_ptr + t, mask=live, other=0.0)[:, None]
-        acc = tl.dot(tl.trans(d), x, acc, input_precision=BLOCKS.precision)
+        acc = _add_product(tl.trans(d), x, acc, PRECISION)
     if norm_ptr is not None:
         acc *= tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
     place = tl.program_id(2).to(tl.int64) * E + e
@@ -110,6 +124,7 @@ def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, norme
     BLOCK_T: tl.constexpr = BLOCKS.t
     BLOCK_E: tl.constexpr = BLOCKS.e
     BLOCK_H: tl.constexpr = BLOCKS.h
+    PRECISION: tl.constexpr = BLOCKS.precision
     stride_we, stride_wh = w_strides
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -118,8 +133,8 @@ def _input_kernel(d_ptr, w_ptr, d_normed_ptr, out_ptr, T, H, E, w_strides, norme
         e = start + tl.arange(0, BLOCK_E)
         d = tl.load(d_ptr + t[:, None] * E + e[None, :], mask=(t < T)[:, None] & (e < E)[None, :], other=0.0)
         w_ptrs = w_ptr + e[:, None] * stride_we + h[None, :] * stride_wh
-        w = tl.load(w_ptrs, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-        acc = tl.dot(d, w, acc, input_precision=BLOCKS.precision)
+        w = tl.load(w_ptrs, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0)
+        acc = _add_product(d, w, acc, PRECISION)
     mask = (t < T)[:, None] & (h < H)[None, :]
     if d_normed_ptr is not None:
         stride_nt, stride_nh = normed_strides
@@ -143,7 +158,22 @@ def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides
 
 
 def _precision(t: Tensor) -> str:
-    return "tf32x3" if t.element_size() == 2 else "ieee"
+    return {torch.bfloat16: "bf16", torch.float16: "tf32x3"}.get(t.dtype, "ieee")
+
+
+def _router_blocks(many: bool, E: int, precision: str) -> tuple[Blocks, int]:
+    """The tile of the router's gradient, and its warps; float32 on tensor cores takes more room."""
+    if not many:
+        return Blocks(32, 32, 64, precision), 4
+    e = 128 if E > 64 else 64
+    return (Blocks(64, e, 128, precision), 8) if precision == "bf16" else (Blocks(32, e, 64, precision), 4)
+
+
+def _input_blocks(many: bool, precision: str) -> tuple[Blocks, int]:
+    """Likewise of the gradient of x."""
+    if not many:
+        return Blocks(32, 32, 64, precision), 4
+    return (Blocks(128, 64, 128, precision), 8) if precision == "bf16" else (Blocks(64, 32, 128, precision), 4)
 
 
 def gate_backward(
@@ -183,17 +213,17 @@ def gate_backward(
         chunks = max(1, min(16, ceil_div(T, 512)))
         length = ceil_div(ceil_div(T, chunks), 32) * 32
         sums = torch.empty((chunks, E, H), **f32)
-        blocks = Blocks(32, 128 if many and E > 64 else 64 if many else 32, 64, _precision(x))
+        blocks, block_warps = _router_blocks(many, E, _precision(x))
         grid = ceil_div(E, blocks.e), ceil_div(H, blocks.h), chunks
         given = d_logits, x, inverse_rms, norm_weight, sums
-        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), BLOCKS=blocks, num_warps=4)
+        launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), BLOCKS=blocks, num_warps=block_warps)
         d_weight = sums.sum(0).to(weight.dtype)
     if want_x:
         d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
         strides = weight.stride(), (0, 0) if d_normed is None else d_normed.stride()
-        blocks = Blocks(64 if many else 32, 32, 128 if many else 64, _precision(weight))
+        blocks, block_warps = _input_blocks(many, _precision(weight))
         tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, blocks.t), ceil_div(H, blocks.h))
-        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, BLOCKS=blocks, num_warps=4)
+        launch(_input_kernel, tiles, *tensors, T, H, E, *strides, BLOCKS=blocks, num_warps=block_warps)
         d_x = d
         if norm_weight is not None and inverse_rms is not None:
             d_x = torch.empty((T, H), dtype=x.dtype, device=x.device)

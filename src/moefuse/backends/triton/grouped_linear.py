@@ -31,8 +31,10 @@ from moefuse.backends.triton.runtime.launch import (
     PDL,
     begins_aligned,
     block_of,
+    bytes_between,
     capability,
     ceil_div,
+    describe,
     launch,
     launch_dependents,
     unrecordable,
@@ -373,10 +375,9 @@ def z_columns(I: int, gated: bool, layout: str) -> tuple[int, int]:
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """A descriptor for [rows, columns] tiles of a matrix, where the copy engine can read it."""
-    unrecordable("a descriptor holds an address")
-    if t.stride(1) != 1 or (t.stride(0) * t.element_size()) % 16 or t.data_ptr() % 16:
+    if t.stride(1) != 1 or (t.stride(0) * t.element_size()) % 16 or not begins_aligned(t):
         return None
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+    return describe(TensorDescriptor, t, list(t.shape), list(t.stride()), [rows, columns])
 
 
 def weight_descriptors(
@@ -386,12 +387,11 @@ def weight_descriptors(
 
     One matrix serves both where an expert's up rows lie behind its gate rows; otherwise each has its own.
     """
-    unrecordable("a descriptor holds an address")
     E, N, K = w.shape
     if w.stride(1) != K or u.stride() != w.stride() or w.stride(0) % K:
         return None, None, 0
     pitch = w.stride(0) // K
-    distance, odd = divmod(u.data_ptr() - w.data_ptr(), K * w.element_size())
+    distance, odd = divmod(bytes_between(w, u), K * w.element_size())
     shared = odd == 0 and 0 <= distance <= pitch - N
     behind = distance if shared else 0
     matrices = (

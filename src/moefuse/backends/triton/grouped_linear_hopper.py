@@ -54,8 +54,16 @@ from moefuse.backends.triton.formats.blocks import (
     word_codes,
 )
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.runtime.launch import INTERPRETED, begins_aligned, capability, launch, unrecordable
+from moefuse.backends.triton.runtime.launch import (
+    INTERPRETED,
+    begins_aligned,
+    bytes_between,
+    capability,
+    describe,
+    launch,
+)
 from moefuse.backends.triton.runtime.tiles import (
+    INVARIANT_TILE_ROWS,
     SELF_DECODED_ROWS,
     SWAP_AB_ROWS,
     SWAP_AB_ROWS_IN_BLOCKS,
@@ -184,7 +192,7 @@ def _groups(decode):
 
 
 @gluon.jit
-def _block_rows(w_ptr, u_offset, places, GATED: gl.constexpr):
+def _block_rows(w_ptr, u_ptr, places, GATED: gl.constexpr):
     """Of 128 rows in blocks, a row a thread: pointers to their matrices' first expert, and rows from column 0 on.
 
     8 gate and 8 up rows by turns if GATED. ``places``: first row and step of gate rows, then of up rows.
@@ -195,7 +203,7 @@ def _block_rows(w_ptr, u_offset, places, GATED: gl.constexpr):
     if GATED:
         up = r // 8 % 2 == 1
         n = r // 16 * 8 + r % 8
-        ptrs = w_ptr + gl.where(up, u_offset, 0)
+        ptrs = gl.where(up, u_ptr, w_ptr)
         row = gl.where(up, u_first + n * u_step, w_first + n * w_step)
     else:
         ptrs = w_ptr + r.to(gl.int64) * 0
@@ -400,7 +408,7 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
     x_ring, tail_ring, w_ring, full, empty, raw, raw_full = rings
-    x_ptr, w_ptr, tiles_ptr, order_ptr = pointers
+    x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr = pointers
     w_desc, u_desc = w_descs
     BLOCK_N: gl.constexpr = 64 if GATED else 128
     COLUMNS: gl.constexpr = N // BLOCK_N
@@ -420,12 +428,12 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
     if DECODE is not None:
         GROUPS: gl.constexpr = _groups(DECODE)
         BOXES: gl.constexpr = K // (64 * GROUPS)
-        u_offset, pitch, matrix_rows, places = blocks_at
+        pitch, matrix_rows, places = blocks_at
         _, w_step, _, _ = places
         boxes = gl.to_tensor(0)
         begin = tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
         _bring_blocks(raw, 0, raw_full.index(0), w_desc, u_desc, next_expert, begin, 0, visits > 0, GATED, DECODE)
-        ptrs_of_rows, block_row = _block_rows(w_ptr, u_offset, places, GATED)
+        ptrs_of_rows, block_row = _block_rows(w_ptr, u_ptr, places, GATED)
         at = ptrs_of_rows + next_expert.to(gl.int64) * pitch
         scales_next = _bring_scales(at, block_row + begin * w_step, matrix_rows, 0, K, DECODE)
     for visit in range(visits):
@@ -675,6 +683,7 @@ def _swap_ab_kernel(
     w_desc,
     u_desc,
     w_ptr,
+    u_ptr,
     tiles_ptr,
     order_ptr,
     out_ptr,
@@ -689,8 +698,8 @@ def _swap_ab_kernel(
 
     x: rows through descriptors of ``width`` rows, half and tail, where they are not gathered.
     w: boxes of 128 weight rows; when gated, 8 gate rows and their 8 up rows by turns. Of blocks the base plane comes in
-    boxes of rows of w_desc and u_desc, the other planes from w_ptr on. ``blocks_at``: how far the up rows' matrices are
-    from the gate rows', the bytes and the rows of a matrix, and which of these are gate rows and up rows.
+    boxes of rows of w_desc and u_desc, the other planes from w_ptr and u_ptr on. ``blocks_at``: the bytes and the rows
+    of a matrix, and which of these are gate rows and up rows.
     """
     GATHER: gl.constexpr = FORM.gather
     WIDTH: gl.constexpr = FORM.width
@@ -723,7 +732,7 @@ def _swap_ab_kernel(
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, full, empty)
     filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
-    pointers = (x_ptr, w_ptr, tiles_ptr, order_ptr)
+    pointers = (x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr)
     x_descs = (x_desc, half_desc, tail_desc)
     gl.warp_specialize(
         [
@@ -766,10 +775,10 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     if blocks and w.exact:  # the other way for few rows gains by rounding
         load += SWAP_AB_ROWS_IN_BLOCKS
     if backends.invariant() and out.shape[0]:
-        load = math.inf  # it serves every number of rows, or none
+        # It serves every number of rows, or none; tiles of numbers sum as it does, bit for bit, and serve a few.
+        load = math.inf if blocks or load > INVARIANT_TILE_ROWS else 0
     if not fits(load, E, N, K, x.element_size(), gated, blocks) or not is_hopper(x.device):
         return False
-    unrecordable("a descriptor holds an address")
     if w.format != u.format or not (x.is_contiguous() and begins_aligned(x)):
         return False
     if blocks:
@@ -781,8 +790,9 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
         return False
     if not gated:
         return w_data.stride()[1:] == (K, 1) and w_data.stride(0) % K == 0 and E * w_data.stride(0) < 2**31 * K
-    behind = u_data.data_ptr() - w_data.data_ptr() == N * K * w_data.element_size()
-    return behind and w_data.stride() == u_data.stride() == (2 * N * K, K, 1)
+    if not w_data.stride() == u_data.stride() == (2 * N * K, K, 1):
+        return False
+    return bytes_between(w_data, u_data) == N * K * w_data.element_size()
 
 
 @functools.cache
@@ -799,12 +809,12 @@ def _plane(rows: Rows, N: int, K: int) -> TensorDescriptor:
     shape, strides = (data.shape[0], N, length), (pitch, step * length, 1)
     plane = data.as_strided(shape, strides, data.storage_offset() + first * length)
     layout = shared_layout(box, 8, 3)
-    return TensorDescriptor(plane, list(shape), list(strides), [1, 64, box], layout)
+    return describe(TensorDescriptor, plane, list(shape), list(strides), [1, 64, box], layout)
 
 
 def described(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     layout = shared_layout(128, 8 * t.element_size(), len(block))
-    return TensorDescriptor(t, shape, strides, block, layout)
+    return describe(TensorDescriptor, t, shape, strides, block, layout)
 
 
 def swap_ab_product(
@@ -830,11 +840,11 @@ def swap_ab_product(
     stages = SWAP_AB_STAGES[width]
     w_pitch = 0 if w.format else w.data.stride(0) // K
     u_desc = None
-    blocks_at = (0, 0, 0, (0, 0, 0, 0))
+    blocks_at = (0, 0, (0, 0, 0, 0))
     if w.format:
         w_desc, u_desc = _plane(w, N, K), _plane(u, N, K)
         (pitch, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
-        blocks_at = (u.data.data_ptr() - w.data.data_ptr(), pitch, rows, (*w_place, *u_place))
+        blocks_at = (pitch, rows, (*w_place, *u_place))
         stages -= 1  # two boxes of every row have its place
     elif gated:
         w_desc = described(w.data, [E, N // 8, 2, 8, K], [2 * N * K, 8 * K, N * K, K, 1], [1, 8, 2, 8, BLOCK_K.value])
@@ -848,7 +858,8 @@ def swap_ab_product(
     launch(
         _swap_ab_kernel,
         (programs,),
-        *(x, *x_descs, w_desc, u_desc, w.data if w.format else None, tiles.of(width), order, out, z),
+        *(x, *x_descs, w_desc, u_desc, *((w.data, u.data) if w.format else (None, None))),
+        *(tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
         FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages),

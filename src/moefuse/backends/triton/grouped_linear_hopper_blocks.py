@@ -61,7 +61,7 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     visits_of,
 )
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.runtime.launch import launch
+from moefuse.backends.triton.runtime.launch import describe, launch
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_RINGS, swap_ab_blocks_width
 from moefuse.types import Activation
 
@@ -129,22 +129,23 @@ def _columns(x):
 
 
 @gluon.jit
-def _own_rows(w_ptr, expert, column, blocks_at, GATED: gl.constexpr):
+def _own_rows(w_ptrs, expert, column, blocks_at, GATED: gl.constexpr):
     """This warpgroup's 64 rows from ``column`` on: their matrices, and which rows of these they are. [4, 8, 2]."""
-    u_offset, pitch, _, places = blocks_at
+    w_ptr, u_ptr = w_ptrs
+    pitch, _, places = blocks_at
     w_first, w_step, u_first, u_step = places
     layout: gl.constexpr = gl.SliceLayout(3, _rows_layout(1))
     a = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     b = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    matrix = w_ptr + expert.to(gl.int64) * pitch
+    behind = expert.to(gl.int64) * pitch
     if GATED:
         n = column + 8 * a + g
-        ptrs = matrix + gl.where(b + n * 0 == 1, u_offset, 0)
+        ptrs = gl.where(b + n * 0 == 1, u_ptr + behind, w_ptr + behind)
         row = gl.where(b == 1, u_first + n * u_step, w_first + n * w_step)
     else:
         row = w_first + (column + 16 * a + 8 * b + g) * w_step
-        ptrs = matrix + row.to(gl.int64) * 0
+        ptrs = w_ptr + (behind + row.to(gl.int64) * 0)
     return ptrs, row
 
 
@@ -456,7 +457,7 @@ def _multiply(
     SHAPE: gl.constexpr,
 ):
     """64 weight rows by the tokens of one tile."""
-    w_ptr, out_ptrs = pointers
+    w_ptrs, out_ptrs = pointers
     expert, first, stop, column = place
     scales, numbers = known
     stage, phase, slot, slot_phase = turns
@@ -465,12 +466,12 @@ def _multiply(
     TAIL: gl.constexpr = SHAPE[1]
     STRIPS: gl.constexpr = K // 256
     REST: gl.constexpr = K % 256 // 64
-    _, _, matrix_rows, _ = blocks_at
+    _, matrix_rows, _ = blocks_at
     acc = gl.zeros([64, TOKENS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]))
     tail_acc = acc
     if TAIL:
         tail_acc = gl.zeros([64, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
-    ptrs, row = _own_rows(w_ptr, expert, column, blocks_at, FORM.gated)
+    ptrs, row = _own_rows(w_ptrs, expert, column, blocks_at, FORM.gated)
     state = (acc, tail_acc, stage, phase, slot, slot_phase)
     for i in range(STRIPS):
         now = _taken_apart(scales, DECODE)
@@ -508,7 +509,7 @@ def _consume(
     WARPGROUP: gl.constexpr,
 ):
     """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
-    w_ptr, tiles_ptr, out_ptrs = pointers
+    w_ptrs, tiles_ptr, out_ptrs = pointers
     WIDTH: gl.constexpr = FORM.width
     PROGRAMS: gl.constexpr = FORM.programs
     BLOCK_N: gl.constexpr = 64 if FORM.gated else 128
@@ -516,7 +517,7 @@ def _consume(
     staging = stagings.index(WARPGROUP)
     total = gl.load(tiles_ptr) * COLUMNS
     turns = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-    _, _, matrix_rows, _ = blocks_at
+    _, matrix_rows, _ = blocks_at
     next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
     for visit in range(visits_of(total, PROGRAMS)):
         # The rows of weights are the columns of the result; when gated, as many of gate rows and of up rows.
@@ -527,7 +528,7 @@ def _consume(
         next_expert, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         rows = stop - first
         place = (expert, first, stop, column)
-        ptrs, row = _own_rows(w_ptr, expert, column, blocks_at, FORM.gated)
+        ptrs, row = _own_rows(w_ptrs, expert, column, blocks_at, FORM.gated)
         scales = _bring_scales(ptrs, row, matrix_rows, 0, FORM.k, DECODE)
         for i in gl.static_range(6):
             if most(i, WIDTH) > 0:  # noqa: SIM102
@@ -536,7 +537,7 @@ def _consume(
                     turns = _multiply(
                         rings,
                         staging,
-                        (w_ptr, out_ptrs),
+                        (w_ptrs, out_ptrs),
                         place,
                         turns,
                         (scales, numbers),
@@ -560,6 +561,7 @@ def _swap_ab_blocks_kernel(
     w_high_desc,
     u_high_desc,
     w_ptr,
+    u_ptr,
     tiles_ptr,
     order_ptr,
     out_ptr,
@@ -574,9 +576,8 @@ def _swap_ab_blocks_kernel(
     """out [S, N] of all tiles, and z where given. Grid: programs; columns of a tile of tokens are next to each other.
 
     x: rows through descriptors of ``width`` rows, half and tail, where they are not gathered. The base and the high
-    plane of weights come through descriptors of gate rows and of up rows, the planes of scales from w_ptr on.
-    ``blocks_at``: how far the up rows' matrices are from the gate rows', the bytes and the rows of a matrix, and which
-    of these are gate rows and up rows.
+    plane of weights come through descriptors of gate rows and of up rows, the planes of scales from w_ptr and
+    u_ptr on. ``blocks_at``: the bytes and the rows of a matrix, and which of these are gate rows and up rows.
     """
     WIDTH: gl.constexpr = FORM.width
     STAGES: gl.constexpr = FORM.stages
@@ -607,7 +608,7 @@ def _swap_ab_blocks_kernel(
     fence_async_shared()
     tokens = (x_ring, tail_ring, full, empty)
     codes = (raw, high, raw_full, raw_empty)
-    pointers = (w_ptr, tiles_ptr, (out_ptr, z_ptr))
+    pointers = ((w_ptr, u_ptr), tiles_ptr, (out_ptr, z_ptr))
     planes = ((w_desc, u_desc), (w_high_desc, u_high_desc))
     x_descs = (x_desc, half_desc, tail_desc)
     rings = (tokens, codes)
@@ -634,7 +635,7 @@ def _plane(rows: Rows, N: int, K: int, high: bool) -> TensorDescriptor | None:
     shape, strides = (data.shape[0], N, length), (pitch, step * length, 1)
     plane = data.as_strided(shape, strides, data.storage_offset() + begin + first * length)
     layout = shared_layout(box if box > 16 else 0, 8, 3)
-    return TensorDescriptor(plane, list(shape), list(strides), [1, BOX_ROWS.value, box], layout)
+    return describe(TensorDescriptor, plane, list(shape), list(strides), [1, BOX_ROWS.value, box], layout)
 
 
 def swap_ab_blocks(
@@ -656,7 +657,7 @@ def swap_ab_blocks(
     width = width or swap_ab_blocks_width(tiles.load)
     stages, slots = SWAP_AB_RINGS[width]
     (pitch, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
-    blocks_at = (u.data.data_ptr() - w.data.data_ptr(), pitch, rows, (*w_place, *u_place))
+    blocks_at = (pitch, rows, (*w_place, *u_place))
     planes = [_plane(half, N, K, high) for high in (False, True) for half in (w, u)]
     heights = (width, width // 2, tiles.SPARE)
     x_descs = [None if gather else described(x, [S, K], [K, 1], [rows, BLOCK_K.value]) for rows in heights]
@@ -665,7 +666,7 @@ def swap_ab_blocks(
         _swap_ab_blocks_kernel,
         (programs,),
         x,
-        *(*x_descs, *planes, w.data, tiles.of(width), order, out, z),
+        *(*x_descs, *planes, w.data, u.data, tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
         FORM=Form(N, K, 0, gated, gather, max(1, S // x.shape[0]), programs, width, stages),

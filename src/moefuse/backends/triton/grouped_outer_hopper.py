@@ -37,7 +37,7 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     load_tile,
     shared_layout,
 )
-from moefuse.backends.triton.runtime.launch import begins_aligned, ceil_div, launch, unrecordable
+from moefuse.backends.triton.runtime.launch import begins_aligned, ceil_div, describe, launch
 from moefuse.backends.triton.runtime.tiles import OUTER_ROWS, OuterTile, hopper_outer_tile
 from moefuse.types import Plan
 
@@ -293,7 +293,6 @@ def takes(left: Tensor, right: Tensor, plan: Plan) -> bool:
     """Whether `hopper_outer` can multiply these: rows of 16-bit numbers that begin where words of 16 bytes do."""
     if plan.assignments <= OUTER_ROWS * plan.num_experts or not is_hopper(left.device):
         return False
-    unrecordable("a descriptor holds an address")
     return left.element_size() == 2 and left.dtype == right.dtype and all(map(_is_whole, (left, right)))
 
 
@@ -311,9 +310,11 @@ def hopper_outer(
     S, E, (N, K) = plan.assignments, plan.num_experts, (left.shape[1], right.shape[1])
     tile = tile or hopper_outer_tile()
     wide = shared_layout(128, 16, 2)
-    right_desc = TensorDescriptor(right, list(right.shape), list(right.stride()), [tile.rows, tile.right], wide)
+    right_desc = describe(
+        TensorDescriptor, right, list(right.shape), list(right.stride()), [tile.rows, tile.right], wide
+    )
     cube = shared_layout(128, 16, 3)
-    out_desc = TensorDescriptor(out, list(out.shape), list(out.stride()), [1, 64, 64], cube)
+    out_desc = describe(TensorDescriptor, out, list(out.shape), list(out.stride()), [1, 64, 64], cube)
     programs = torch.cuda.get_device_properties(left.device).multi_processor_count
     total = E * ceil_div(N, tile.left) * ceil_div(K, tile.right)
     top_k = max(1, S // max(1, left.shape[0]))

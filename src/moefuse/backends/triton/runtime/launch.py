@@ -99,6 +99,34 @@ def begins_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0
 
 
+def bytes_between(a: Tensor, b: Tensor) -> int:
+    """How far ``b`` begins behind ``a``."""
+    if recording.recorder is None:
+        return b.data_ptr() - a.data_ptr()
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        recording.recorder.refuse("two tensors that may lie anywhere")
+    return int(b.storage_offset() * b.element_size() - a.storage_offset() * a.element_size())
+
+
+def describe(kind: Any, t: Tensor, shape: list[int], strides: list[int], block: list[int], *layout: Any) -> Any:
+    """A descriptor of ``kind``, Triton's or Gluon's, whose boxes of ``block`` the copy engine brings.
+
+    A stand-in has no address, which they would look at; it begins where its like does when the launch is made again.
+    """
+    if recording.recorder is None:
+        return kind(t, shape, strides, block, *layout)
+    made = kind.__new__(kind)
+    made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
+    if layout:
+        (made.layout,) = layout
+    return made
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether a kernel's argument is a descriptor, Triton's or Gluon's."""
+    return hasattr(value, "block_shape")
+
+
 def _kind(value: Any) -> Any:
     """What Triton specialises a run-time argument on."""
     if isinstance(value, Tensor):
@@ -107,7 +135,7 @@ def _kind(value: Any) -> Any:
         return tuple(map(_kind, value))
     if isinstance(value, int):
         return 16 if value % 16 == 0 else 1 if value == 1 else 0, -(2**31) <= value < 2**31
-    if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's
+    if is_descriptor(value):
         return value.base.dtype, *value.block_shape
     return value if value is None else float
 

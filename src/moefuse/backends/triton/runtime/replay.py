@@ -18,9 +18,16 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse.backends.triton.runtime.launch import INTERPRETED, capturing, compiled_for, counters_at, launch, recording
+from moefuse.backends.triton.runtime.launch import (
+    INTERPRETED,
+    capturing,
+    compiled_for,
+    counters_at,
+    is_descriptor,
+    launch,
+    recording,
+)
 
 #: between buffers of one allocation; torch's own are no less aligned
 _GRAIN = 256
@@ -52,6 +59,30 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Described(NamedTuple):
+    """A descriptor that a launch takes: of which piece, and all else that it holds."""
+
+    piece: Piece
+    kind: Any
+    held: dict[str, Any]
+
+    def at(self, address: int) -> Any:
+        """The same of a tensor that begins at this address."""
+        made = self.kind.__new__(self.kind)
+        made.__dict__.update(self.held, base=_Base(address, self.piece.dtype))
+        return made
+
+
+class _Base(NamedTuple):
+    """What a launch asks of a descriptor's tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class _Launch(NamedTuple):
@@ -96,16 +127,23 @@ class _Taker:
         return Piece(found, int(t.storage_offset()) * t.element_size(), tuple(t.shape), t.stride(), t.dtype)
 
     def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if any(isinstance(arg, TensorDescriptor) for arg in args):
-            self.refuse("a descriptor")
         assert not any(isinstance(part, Tensor) for arg in args if isinstance(arg, tuple) for part in arg)
         compiled = None
         if not INTERPRETED:
             compiled = compiled_for(kernel, self.device, args, options)
             if compiled is None:
                 self.refuse("a kernel that was never launched so")
-        pieces = tuple(self.piece(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        pieces = tuple(map(self._taken, args))
         self.launches.append(_Launch(kernel, grid, pieces, options, compiled))
+
+    def _taken(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.piece(arg)
+        if not is_descriptor(arg):
+            return arg
+        if INTERPRETED:
+            self.refuse("a descriptor")
+        return Described(self.piece(arg.base), type(arg), {k: v for k, v in vars(arg).items() if k != "base"})
 
     def counters(self, count: int) -> Tensor:
         if self.counted:
@@ -302,12 +340,15 @@ class Replay(_Layout):
             buffer, start = where.get(piece.buffer, (piece.buffer, 0))
             return buffer, start + piece.offset
 
-        pieces = (arg for step in taker.launches for arg in step.args if isinstance(arg, Piece))
-        inside = dict.fromkeys(pointer(piece) for piece in pieces)
+        given = [arg for step in taker.launches for arg in step.args]
+        inside = dict.fromkeys(pointer(arg) for arg in given if isinstance(arg, Piece))
         #: addresses that are not the beginning of a buffer
         self.pointers = [place for place in inside if place[1]]
-        # What a launch picks from: the stream, where buffers begin, these addresses, and what never changes.
-        changing = 1 + last + 1 + len(self.pointers)
+        #: descriptors, with buffer and offset
+        self.described = [(arg, *pointer(arg.piece)) for arg in given if isinstance(arg, Described)]
+        described = iter(range(last + 2 + len(self.pointers), last + 2 + len(self.pointers) + len(self.described)))
+        # What a launch picks from: the stream, where buffers begin, these addresses, descriptors, what never changes.
+        changing = last + 2 + len(self.pointers) + len(self.described)
         self.constants: list[Any] = []
         #: the launcher and its arguments; and as Triton itself launches, with the kernel's own arguments
         self.launches: list[tuple[Any, Any, Any, Any]] = []
@@ -324,6 +365,8 @@ class Replay(_Layout):
                 elif isinstance(arg, Piece):
                     buffer, offset = pointer(arg)
                     picks.append(last + 2 + self.pointers.index((buffer, offset)) if offset else 1 + buffer)
+                elif isinstance(arg, Described):
+                    picks.append(next(described))
                 else:
                     picks.append(changing + len(self.constants))
                     self.constants.append(arg)
@@ -345,7 +388,9 @@ class Replay(_Layout):
         begin = scratch.data_ptr()
         counters = counters_at(device, stream, begin, self.counted) if self.counted else scratch
         bases = [counters.data_ptr(), *[t.data_ptr() for t in (*tensors, *fresh)], begin]
-        values = [stream, *bases, *[bases[buffer] + offset for buffer, offset in self.pointers], *self.constants]
+        pointers = [bases[buffer] + offset for buffer, offset in self.pointers]
+        described = [each.at(bases[buffer] + offset) for each, buffer, offset in self.described]
+        values = [stream, *bases, *pointers, *described, *self.constants]
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             for _, _, observed, own in self.launches:

@@ -42,6 +42,8 @@ LINEAR_ROWS = 16
 MANY_ROWS = 96
 #: over this many rows per expert Hopper takes grouped_linear_hopper.py's product where that can
 SWAP_AB_ROWS = 24
+#: up to this many an invariant call leaves numbers to tiles, whose sums are in the same order and begin sooner
+INVARIANT_TILE_ROWS = 1
 #: and over this many where it decodes weights on the way, by the 128 rows at a time
 SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
@@ -126,10 +128,10 @@ def linear_tile(T: int, N: int, itemsize: int, device: torch.device, format: str
 def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: torch.device, format: str = "") -> Tile:
     """The tile for a grouped product; fewer stages, then a shorter K, until it fits the card's shared memory.
 
-    In an invariant call the load does not count: the height of a tile decides which tensor cores multiply.
+    In an invariant call tiles have one height, which decides which tensor cores multiply; width and depth do not show.
     """
     if backends.invariant():
-        return _one_product_tile(itemsize, gated, device, format)
+        return _one_product_tile(rows_per_expert, itemsize, gated, device, format)
     if INTERPRETED:
         few = format and rows_per_expert <= 2
         return Tile(2, 32, 256, 4, 1) if few else Tile(16, 256 if format else 32, 32, 4, 1)
@@ -152,8 +154,8 @@ def product_tile(rows_per_expert: float, itemsize: int, gated: bool, device: tor
     return _fitted(tile, itemsize, gated, device)
 
 
-def _one_product_tile(itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
-    """The one tile for every number of rows; too high to be multiplied row by row of rounded x."""
+def _one_product_tile(load: float, itemsize: int, gated: bool, device: torch.device, format: str) -> Tile:
+    """Of one height for every number of rows; too high to be multiplied row by row of rounded x."""
     if INTERPRETED:
         return Tile(16, 256 if format else 32, 32, 4, 1)
     if format:
@@ -161,6 +163,8 @@ def _one_product_tile(itemsize: int, gated: bool, device: torch.device, format: 
         return _with_fewer_stages(tile, itemsize, gated, device, format)
     engine = capability(device) >= (9, 0)
     tile = Tile(64, 64, 32, 4, 2) if itemsize == 4 else Tile(64, 64 if gated else 128, 64, 4, 4, engine)
+    if itemsize == 2 and load <= INVARIANT_TILE_ROWS:
+        tile = Tile(64, 64, 64, 4, 4) if gated else Tile(64, 64, 128, 4, 3)
     return _fitted(tile, itemsize, gated, device)
 
 
