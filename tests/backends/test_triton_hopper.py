@@ -204,7 +204,7 @@ def test_what_only_the_other_kernel_does(
     z = torch.empty_like(out) if change == "z" else None
     tile = Tile(16, 16, 32, 4, 1)
     product(x, weights, plan, None, out, tile, scatter=change == "scatter", fill=change == "fill", z=z)
-    assert len(calls) == (change in ("", "fill"))
+    assert len(calls) == (change in ("", "fill", "scatter"))
     assert change != "fill" or not out.any(), "who multiplies leaves rows without an expert as they are"
 
 
@@ -238,7 +238,7 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} SELF_DECODED={SELF_DECODED}", flush=True)
     kernel = _swap_ab_blocks_kernel if SELF_DECODED else _swap_ab_kernel
     stages, slots = SWAP_AB_RINGS[WIDTH] if SELF_DECODED else (SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None), 0)
-    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages)
+    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages, scatter=not GATED and WIDTH != 64)
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
     known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode, SLOTS=slots)
     if BLOCKS is None:
@@ -403,6 +403,7 @@ class Routed:
         width: int = 256,
         up: QuantTensor | None = None,
         self_decoded: bool = False,
+        scatter: bool = False,
     ) -> None:
         """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
         from moefuse.backends.triton import grouped_linear_hopper as hopper
@@ -425,8 +426,11 @@ class Routed:
             gather=gather,
             activation=activation,
             out=out,
-            width=width,
+            scatter=scatter,
+            tile_width=width,
         )
+        if scatter:  # back into the plan's order
+            out[:] = out[self.plan.order.long()]
 
         def exact(stack: Tensor | QuantTensor) -> Tensor:
             numbers = stack.dequantize() if isinstance(stack, QuantTensor) else stack
@@ -464,7 +468,9 @@ def test_up_without_a_gate(kind: str) -> None:
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
 def test_down(dtype: torch.dtype, width: int) -> None:
     routed = Routed(dtype)
-    routed.check(routed.random(routed.S, I), routed.random(routed.E, H, I, scale=I**-0.5), None, False, width)
+    for scatter in (False, True):
+        stack = routed.random(routed.E, H, I, scale=I**-0.5)
+        routed.check(routed.random(routed.S, I), stack, None, False, width, scatter=scatter)
 
 
 @on_hopper
@@ -494,6 +500,7 @@ def test_blocks(dtype: torch.dtype, format: str) -> None:
     x, hidden = routed.random(routed.S // TOP_K, H), routed.random(routed.S, I)
     for width in WIDTHS:
         routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width)
+        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width, scatter=True)
         routed.check(x, routed.blocks(format, routed.E, 2 * I, H), SILU, True, width)
     gate, up = (routed.blocks(format, routed.E, I, H) for _ in range(2))
     routed.check(x, gate, SILU, True, up=up)
@@ -510,7 +517,9 @@ def test_blocks_decoded_by_who_multiplies(dtype: torch.dtype, format: str) -> No
     columns = H if FORMATS[format].values == 256 else H - 128 if KINDS[format].high or format == "FP8" else H - 64
     x, hidden = routed.random(routed.S // TOP_K, columns), routed.random(routed.S, I)
     for width in BLOCK_WIDTHS:
-        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width, self_decoded=True)
+        for scatter in (False, True):
+            stack = routed.blocks(format, routed.E, 128, I)
+            routed.check(hidden, stack, None, False, width, self_decoded=True, scatter=scatter)
         routed.check(x, routed.blocks(format, routed.E, 2 * I, columns), SILU, True, width, self_decoded=True)
     gate, up = (routed.blocks(format, routed.E, I, columns) for _ in range(2))
     routed.check(x, gate, SILU, True, 32, up=up, self_decoded=True)

@@ -428,7 +428,7 @@ def product(
     gated = activation is not None and activation.gated
     # Of a z that is kept, and of what was made of it, nobody reads rows without an expert.
     keeps = z is not None or (backends.invariant() and activation is not None)  # one path, whether z is kept or not
-    plain = not scatter and bias is None and (gated or not keeps)
+    plain = bias is None and (gated or not keeps) and (z is None or not scatter)
     if backends.invariant() and not (x.is_contiguous() and begins_aligned(x)):
         unrecordable("rows are moved")
         x = x.clone(memory_format=torch.contiguous_format)  # where rows lie must not choose the path
@@ -439,7 +439,8 @@ def product(
         run = hopper.swap_ab_product
         if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
             run = grouped_linear_hopper_blocks.swap_ab_blocks
-        run(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
+        options = {"gather": gather, "scatter": scatter, "activation": activation}
+        run(x, w_rows, u_rows, tiles, plan.order, out=out, z=z, **options)
         return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0

@@ -734,10 +734,11 @@ def _swap_ab_kernel(
     filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
     pointers = (x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr)
     x_descs = (x_desc, half_desc, tail_desc)
+    out_ptrs = (out_ptr, order_ptr if FORM.scatter else z_ptr)
     gl.warp_specialize(
         [
-            (consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(0))),
-            (consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(1))),
+            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(0))),
+            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(1))),
             (_produce, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
         ],
         [4, PRODUCER_WARPS],
@@ -827,16 +828,19 @@ def swap_ab_product(
     gather: bool,
     activation: Activation | None,
     out: Tensor,
+    scatter: bool = False,
     z: Tensor | None = None,
-    width: int | None = None,
+    tile_width: int | None = None,
 ) -> None:
     """Launch the product into ``out`` ``[S, N]``, and what comes before a gated activation into ``z`` ``[S, 2N]``.
+
+    ``scatter``: rows go to their slots; there is no z then.
 
     Rows without an expert are left as they are.
     """
     (S, N), E, K = out.shape, w.data.shape[0], x.shape[1]
     gated = activation is not None and activation.gated
-    width = width or swap_ab_width(tiles.load)
+    width = tile_width or swap_ab_width(tiles.load)
     stages = SWAP_AB_STAGES[width]
     w_pitch = 0 if w.format else w.data.stride(0) // K
     u_desc = None
@@ -862,7 +866,7 @@ def swap_ab_product(
         *(tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages),
+        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages, scatter=scatter),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,

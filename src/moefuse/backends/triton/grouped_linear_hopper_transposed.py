@@ -50,7 +50,7 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     visits_of,
 )
 from moefuse.backends.triton.plan import TokenTiles
-from moefuse.backends.triton.runtime.launch import begins_aligned, launch, unrecordable
+from moefuse.backends.triton.runtime.launch import begins_aligned, describe, launch
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS, SWAP_AB_STAGES, swap_ab_width
 
 
@@ -238,7 +238,6 @@ def takes(a: Tensor, w: Rows, out: Tensor, first: int) -> bool:
     whole = N % 128 == 0 and K % BLOCK_K.value == 0 and first % 128 == 0
     if not whole or S <= SWAP_AB_ROWS * E or a.element_size() != 2 or not is_hopper(a.device) or backends.invariant():
         return False
-    unrecordable("a descriptor holds an address")
     return a.is_contiguous() and begins_aligned(a)
 
 
@@ -265,7 +264,7 @@ def turned_product(
     shape, strides = (E, K, width // 8 * bits), (pitch, width // 8 * bits, 1)
     plane = w.data.as_strided(shape, strides, w.data.storage_offset())
     layout = shared_layout(box if box > 16 else 0, 8, 3)
-    w_desc = TensorDescriptor(plane, list(shape), list(strides), [1, 64, box], layout)
+    w_desc = describe(TensorDescriptor, plane, list(shape), list(strides), [1, 64, box], layout)
     heights = (rows, rows // 2, tiles.SPARE)
     x_descs = [None if gather else described(a, [S, K], [K, 1], [height, BLOCK_K.value]) for height in heights]
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count

@@ -108,17 +108,17 @@ def bytes_between(a: Tensor, b: Tensor) -> int:
     return int(b.storage_offset() * b.element_size() - a.storage_offset() * a.element_size())
 
 
-def describe(kind: Any, t: Tensor, shape: list[int], strides: list[int], block: list[int], *layout: Any) -> Any:
+def describe(kind: Any, t: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any = None) -> Any:
     """A descriptor of ``kind``, Triton's or Gluon's, whose boxes of ``block`` the copy engine brings.
 
     A stand-in has no address, which they would look at; it begins where its like does when the launch is made again.
     """
     if recording.recorder is None:
-        return kind(t, shape, strides, block, *layout)
+        return kind(t, shape, strides, block) if layout is None else kind(t, shape, strides, block, layout)
     made = kind.__new__(kind)
     made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
-    if layout:
-        (made.layout,) = layout
+    if layout is not None:
+        made.layout = layout
     return made
 
 
