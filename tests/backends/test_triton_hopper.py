@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import moefuse
-from moefuse import Routing
+from moefuse import Routing, backends
 from moefuse.backends.gated import Rows
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor
@@ -204,7 +204,7 @@ def test_what_only_the_other_kernel_does(
     z = torch.empty_like(out) if change == "z" else None
     tile = Tile(16, 16, 32, 4, 1)
     product(x, weights, plan, None, out, tile, scatter=change == "scatter", fill=change == "fill", z=z)
-    assert len(calls) == (change in ("", "fill"))
+    assert len(calls) == (change in ("", "fill", "scatter"))
     assert change != "fill" or not out.any(), "who multiplies leaves rows without an expert as they are"
 
 
@@ -218,6 +218,7 @@ from moefuse.backends.triton.formats.blocks import DECODERS, box_bytes
 from moefuse.backends.triton.formats.blocks import base_bits, high_bits
 from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel
 from moefuse.backends.triton.grouped_linear_hopper_blocks import _swap_ab_blocks_kernel
+from moefuse.backends.triton.grouped_linear_hopper_transposed import _turned_kernel
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_RINGS, SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):
@@ -225,12 +226,19 @@ def desc(dtype, *block, bits=16):
     layout = NVMMASharedLayout(width if width >= 32 else 0, bits, rank=len(block))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>".replace(" ", "")
 
+def compiled(kernel, signature, constants, aligned, gather):
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    assert made.metadata.shared <= 227 * 1024, made.metadata.shared
+    assert "wgmma.mma_async" in made.asm["ptx"]
+    assert ("cp.async.cg" in made.asm["ptx"]) == gather, "gathered rows are copied 16 bytes at a time"
+
 for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     dtype = "bf16" if GATED else "fp16"
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} SELF_DECODED={SELF_DECODED}", flush=True)
     kernel = _swap_ab_blocks_kernel if SELF_DECODED else _swap_ab_kernel
     stages, slots = SWAP_AB_RINGS[WIDTH] if SELF_DECODED else (SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None), 0)
-    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages)
+    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages, scatter=not GATED and WIDTH != 64)
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
     known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode, SLOTS=slots)
     if BLOCKS is None:
@@ -260,11 +268,24 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
     whole = [name for name in names if name.endswith("_ptr")]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole if name not in known}
-    source = GluonASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-    assert made.metadata.shared <= 227 * 1024, made.metadata.shared
-    assert "wgmma.mma_async" in made.asm["ptx"]
-    assert ("cp.async.cg" in made.asm["ptx"]) == GATED, "gathered rows are copied 16 bytes at a time"
+    compiled(kernel, signature, constants, aligned, GATED)
+
+for BLOCKS, GATHER, WIDTH in TURNED:
+    dtype = "bf16" if GATHER else "fp16"
+    print(f"turned {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} GATHER={GATHER}", flush=True)
+    decode = DECODERS[BLOCKS]
+    form = Form(512, 256, 0, False, GATHER, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - 1, True, not GATHER)
+    known = dict(FORM=form, DECODE=decode)
+    if GATHER:
+        known.update(x_desc=None, half_desc=None, tail_desc=None)
+    types = dict(x_ptr="*" + dtype, out_ptr="*" + dtype, tiles_ptr="*i32", order_ptr="*i32", w_ptr="*u8")
+    types |= dict(x_desc=desc(dtype, WIDTH, 64), half_desc=desc(dtype, WIDTH // 2, 64), tail_desc=desc(dtype, 32, 64))
+    types |= dict(w_desc=desc("u8", 1, 64, 8 * base_bits(decode), bits=8), blocks_at=("i64", "i32", "i32", "i32"))
+    names = [p.name for p in _turned_kernel.params]
+    signature = {name: "constexpr" if name in known else types[name] for name in names}
+    constants = {(i,): known[name] for i, name in enumerate(names) if name in known}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")}
+    compiled(_turned_kernel, signature, constants, aligned, GATHER)
 print("all", flush=True)
 """
 
@@ -282,17 +303,74 @@ SOME_VARIANTS: list[Variant] = [
 ]
 
 
+#: of the transposed product: format, whether rows are gathered, width
+ALL_TURNED = [(format, i % 2 == 0, WIDTHS[i % 3]) for i, format in enumerate(FORMATS)]
+SOME_TURNED = [("Q4_K", False, 256), ("Q8_0", True, 64)]
+
+
 @pytest.mark.parametrize(
-    "variants", [SOME_VARIANTS, pytest.param(ALL_VARIANTS, marks=pytest.mark.slow)], ids=["some", "every"]
+    ("variants", "turned"),
+    [(SOME_VARIANTS, SOME_TURNED), pytest.param(ALL_VARIANTS, ALL_TURNED, marks=pytest.mark.slow)],
+    ids=["some", "every"],
 )
-def test_it_compiles_without_a_card(variants: list[Variant], tmp_path: Path) -> None:
+def test_it_compiles_without_a_card(
+    variants: list[Variant], turned: list[tuple[str, bool, int]], tmp_path: Path
+) -> None:
     """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
     pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    code = f"VARIANTS = {variants}\n{_COMPILE}"
+    code = f"VARIANTS = {variants}\nTURNED = {turned}\n{_COMPILE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.endswith("all\n")
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of transposed products, on a machine it takes for a Hopper card."""
+    found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper_transposed")
+    monkeypatch.setattr(found, "is_hopper", lambda _: True)
+    return found
+
+
+def test_a_transposed_product_takes_whole_tiles_of_many_rows(turned: Any) -> None:
+    from moefuse.backends.triton.runtime.tiles import SWAP_AB_ROWS
+
+    w = Rows(torch.zeros(2, 128, 144, dtype=torch.uint8), "Q4_K", planes=True)
+    a, out = torch.zeros(400, 128, dtype=torch.bfloat16), torch.zeros(400, 256, dtype=torch.bfloat16)
+    assert turned.takes(a, w, out, 0)
+    assert turned.takes(a.half(), w, out[:, :128], 128), "some columns, from a strip on"
+    assert not turned.takes(a, w, out[:, :64], 0)
+    assert not turned.takes(a, w, out[:, :128], 64)
+    assert not turned.takes(a.float(), w, out, 0)
+    assert not turned.takes(torch.zeros(400, 129, dtype=a.dtype)[:, :128], w, out, 0), "rows that are not dense"
+    assert not turned.takes(a, w._replace(data=w.data[:, :96]), out, 0), "rows that fill no stage"
+    assert not turned.takes(a, w, out[: 2 * SWAP_AB_ROWS], 0), "few rows"
+    with moefuse.invariant():
+        assert not backends.invariantly(turned.takes)(a, w, out, 0)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+def test_which_transposed_products_are_turned(turned: Any, target: tuple[str, str], monkeypatch: Any) -> None:
+    """One stack in blocks, with all that the other kernel does; not two, nor one of numbers."""
+    from moefuse.backends.triton.grouped_linear_transposed import transposed_product
+
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(turned, "takes", lambda *_: True)
+    monkeypatch.setattr(turned, "turned_product", lambda *_, **options: calls.append(options))
+    rng = torch.Generator().manual_seed(1)
+    blocks = random_blocks("Q8_0", (2, 32, 256), rng, 0.1).to(target[1])
+    offsets, order = torch.tensor([0, 3, 8], dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    plan = Plan(*(t.to(target[1]) for t in (offsets.diff(), offsets, order, order)), 1)
+    a, out = torch.randn(8, 32, device=target[1]), torch.full((8, 256), torch.nan, device=target[1])
+    transposed_product(a, (blocks,), plan, out, scatter=True, fill=True)
+    assert not out.any(), "rows without an expert are left as they are"
+    assert (calls[0]["gather"], calls[0]["scatter"], calls[0]["first"]) == (False, True, 0)
+    transposed_product(a, (blocks,), plan, out[:, :128], gather=True, first=128)
+    assert (calls[1]["gather"], calls[1]["scatter"], calls[1]["first"]) == (True, False, 128)
+    transposed_product(torch.randn(8, 64, device=target[1]), (blocks, blocks), plan, out)
+    transposed_product(a, (blocks.dequantize(),), plan, out)
+    assert len(calls) == 2
 
 
 class Routed:
@@ -325,6 +403,7 @@ class Routed:
         width: int = 256,
         up: QuantTensor | None = None,
         self_decoded: bool = False,
+        scatter: bool = False,
     ) -> None:
         """A product against float64; rows without an expert, and what lies behind the result, stay as they were."""
         from moefuse.backends.triton import grouped_linear_hopper as hopper
@@ -347,8 +426,11 @@ class Routed:
             gather=gather,
             activation=activation,
             out=out,
-            width=width,
+            scatter=scatter,
+            tile_width=width,
         )
+        if scatter:  # back into the plan's order
+            out[:] = out[self.plan.order.long()]
 
         def exact(stack: Tensor | QuantTensor) -> Tensor:
             numbers = stack.dequantize() if isinstance(stack, QuantTensor) else stack
@@ -386,7 +468,9 @@ def test_up_without_a_gate(kind: str) -> None:
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
 def test_down(dtype: torch.dtype, width: int) -> None:
     routed = Routed(dtype)
-    routed.check(routed.random(routed.S, I), routed.random(routed.E, H, I, scale=I**-0.5), None, False, width)
+    for scatter in (False, True):
+        stack = routed.random(routed.E, H, I, scale=I**-0.5)
+        routed.check(routed.random(routed.S, I), stack, None, False, width, scatter=scatter)
 
 
 @on_hopper
@@ -416,6 +500,7 @@ def test_blocks(dtype: torch.dtype, format: str) -> None:
     x, hidden = routed.random(routed.S // TOP_K, H), routed.random(routed.S, I)
     for width in WIDTHS:
         routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width)
+        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width, scatter=True)
         routed.check(x, routed.blocks(format, routed.E, 2 * I, H), SILU, True, width)
     gate, up = (routed.blocks(format, routed.E, I, H) for _ in range(2))
     routed.check(x, gate, SILU, True, up=up)
@@ -432,10 +517,42 @@ def test_blocks_decoded_by_who_multiplies(dtype: torch.dtype, format: str) -> No
     columns = H if FORMATS[format].values == 256 else H - 128 if KINDS[format].high or format == "FP8" else H - 64
     x, hidden = routed.random(routed.S // TOP_K, columns), routed.random(routed.S, I)
     for width in BLOCK_WIDTHS:
-        routed.check(hidden, routed.blocks(format, routed.E, 128, I), None, False, width, self_decoded=True)
+        for scatter in (False, True):
+            stack = routed.blocks(format, routed.E, 128, I)
+            routed.check(hidden, stack, None, False, width, self_decoded=True, scatter=scatter)
         routed.check(x, routed.blocks(format, routed.E, 2 * I, columns), SILU, True, width, self_decoded=True)
     gate, up = (routed.blocks(format, routed.E, I, columns) for _ in range(2))
     routed.check(x, gate, SILU, True, 32, up=up, self_decoded=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_transposed_products(dtype: torch.dtype, format: str) -> None:
+    """All columns and some, gathered and scattered, in each width; rows without an expert stay as they were."""
+    from moefuse.backends.triton.grouped_linear import rows_of
+    from moefuse.backends.triton.grouped_linear_hopper_transposed import takes, turned_product
+    from moefuse.backends.triton.plan import TokenTiles
+    from moefuse.ops.grouped_linear import grouped_linear_transposed_reference
+
+    columns = 512 if FORMATS[format].values == 256 else 384
+    for width, first, gather in itertools.product((0, 40, 100, 300), (0, 256), (False, True)):
+        routed = Routed(dtype, [width, 0, 2 * width + 31, width + 1] if width else None)
+        stack, a = routed.blocks(format, routed.E, 192, columns), routed.random(routed.S, 192)
+        whole = torch.full((routed.S + 300, columns - first), torch.nan, dtype=dtype, device="cuda")
+        out, rows = whole[: routed.S], rows_of(stack)
+        assert takes(a, rows, out, first)
+        tiles, places = TokenTiles(routed.offsets, routed.S), {"gather": gather, "scatter": not gather}
+        turned_product(a, rows, columns, tiles, routed.plan.order, out=out, first=first, **places)
+        numbers = stack.dequantize(torch.float64)
+        want = grouped_linear_transposed_reference(a.double(), numbers, routed.plan, gather, False)[
+            : routed.live, first:
+        ]
+        got = out if gather else out[routed.plan.order.long()]
+        error = difference(got[: routed.live], want)
+        assert error.within(cases.tolerance_of("experts", "out", a, dtype, blocks=True)), error
+        assert got[routed.live :].isnan().all()
+        assert whole[routed.S :].isnan().all()
 
 
 @on_hopper

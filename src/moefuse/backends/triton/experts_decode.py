@@ -11,19 +11,35 @@ from torch import Tensor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import finish
-from moefuse.backends.triton.formats.blocks import load_runs, row_products
+from moefuse.backends.triton.formats.blocks import (
+    KINDS,
+    ROUNDED_TOGETHER,
+    hidden_rows,
+    load_chunks,
+    row_products,
+    store_rounded,
+    x_chunks,
+)
 from moefuse.backends.triton.grouped_linear import decoder_of, may_round, row_sums, rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
+from moefuse.backends.triton.runtime.tiles import Tile
 from moefuse.backends.triton.runtime.tuned import Product, tile_for
 from moefuse.types import Activation, Outputs, Stacks, Tail
 
 
 class _UpForm(NamedTuple):
-    """What the up product is compiled for. ``once``: block_k covers K; ``rounded``: blocks times x in 8 bits."""
+    """What the up product is compiled for.
+
+    ``k``: K, where weights are in blocks; ``chunks``: see `row_products`. ``rounded``: blocks times x in 8 bits.
+    ``whole``: block_n divides N.
+    """
 
     gated: bool
-    once: bool
+    top_k: int
+    k: int
+    chunks: int
     rounded: bool
+    whole: bool
     block_n: int
     block_k: int
     stages: int
@@ -32,8 +48,10 @@ class _UpForm(NamedTuple):
 class _DownForm(NamedTuple):
     """Likewise the down product, which holds as many ``slots`` as the power of two that covers ``top_k``."""
 
-    once: bool
+    k: int
+    chunks: int
     rounded: bool
+    whole: bool
     top_k: int
     slots: int
     block_n: int
@@ -82,7 +100,6 @@ def _up_decode_kernel(
     E,
     N,
     K,
-    top_k,
     strides,
     bias_strides,
     numbers,
@@ -90,10 +107,12 @@ def _up_decode_kernel(
     ACT: tl.constexpr,
     W_DECODE: tl.constexpr,
     U_DECODE: tl.constexpr,
+    NEXT: tl.constexpr,
 ):
-    """block_n hidden values of one assignment, float32. Grid: S, N tiles.
+    """block_n hidden values of one assignment: float32, or in 8 bits for a down product of format NEXT.
 
     Counters of the down product, where it has any, are as many as assignments, and are set to zero here.
+    Grid: S, N tiles.
     """
     GATED: tl.constexpr = FORM.gated
     BLOCK_N: tl.constexpr = FORM.block_n
@@ -110,27 +129,29 @@ def _up_decode_kernel(
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    x_row = x_ptr + (s // top_k).to(tl.int64) * stride_xt
+    x_row = x_ptr + (s // FORM.top_k).to(tl.int64) * stride_xt
     w_ptr += expert * stride_we
     u_ptr += expert * stride_ue
     # Rows of blocks past the end are the last row again, and not stored.
-    row = tl.minimum(n, N - 1)
+    row = n if FORM.whole else tl.minimum(n, N - 1)
     w = (w_ptr, stride_wn, stride_wk + row * w_step)
     u = (u_ptr, stride_un, stride_uk + row * u_step)
     numbers_at = (w_ptr, stride_wn, stride_wk, u_ptr, stride_un, stride_uk)
     RUNS: tl.constexpr = BLOCK_K // 32
+    CHUNKS: tl.constexpr = FORM.chunks
+    L: tl.constexpr = FORM.k
     x_rows = x_row + tl.zeros([1], tl.int32)
     if W_DECODE is None and U_DECODE is None:
         g, v = _number_row(x_row, stride_xk, numbers_at, n, N, K, BLOCK_K, FORM.stages, GATED)
     elif W_DECODE is None:
         g, _ = _number_row(x_row, stride_xk, numbers_at, n, N, K, 128, FORM.stages, False)
-        v, _ = row_sums(x_rows, stride_xk, u, u, K, RUNS, FORM.once, ROUNDED, False, U_DECODE, U_DECODE)
+        v, _ = row_sums(x_rows, stride_xk, u, u, L, RUNS, CHUNKS, ROUNDED, False, U_DECODE, U_DECODE)
     elif U_DECODE is None:
         numbers_at = (u_ptr, stride_un, stride_uk, u_ptr, stride_un, stride_uk)
-        g, _ = row_sums(x_rows, stride_xk, w, w, K, RUNS, FORM.once, ROUNDED, False, W_DECODE, W_DECODE)
+        g, _ = row_sums(x_rows, stride_xk, w, w, L, RUNS, CHUNKS, ROUNDED, False, W_DECODE, W_DECODE)
         v, _ = _number_row(x_row, stride_xk, numbers_at, n, N, K, 128, FORM.stages, False)
     else:
-        g, v = row_sums(x_rows, stride_xk, w, u, K, RUNS, FORM.once, ROUNDED, GATED, W_DECODE, U_DECODE)
+        g, v = row_sums(x_rows, stride_xk, w, u, L, RUNS, CHUNKS, ROUNDED, GATED, W_DECODE, U_DECODE)
     g, v = tl.reshape(g, [BLOCK_N]), tl.reshape(v, [BLOCK_N])
     if w_bias_ptr is not None:
         stride_be, stride_bn = bias_strides
@@ -139,7 +160,10 @@ def _up_decode_kernel(
         if GATED:
             v += tl.load(u_bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     h, _, _ = ACT(g, v, numbers, GATED, x_ptr.dtype.element_ty == tl.float32)
-    tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
+    if NEXT is not None:
+        store_rounded(hidden_ptr, tl.num_programs(0), N, s, tl.program_id(1) * BLOCK_N, h, NEXT)
+    else:
+        tl.store(hidden_ptr + s.to(tl.int64) * N + n, h, mask=inside)
 
 
 @triton.jit
@@ -196,17 +220,20 @@ def _down_decode_kernel(
         w = tl.load(w_ptrs, mask=filled & (k < K)[None, None, :], other=0.0)
     else:
         RUNS: tl.constexpr = BLOCK_K // 32
+        L: tl.constexpr = FORM.k
+        CHUNKS: tl.constexpr = FORM.chunks
         # planes of whole matrices; the last tile's rows past the end are the last row again
         matrix = (w_ptr + tl.where(live, expert, 0) * stride_we, stride_wn)
-        n_row = tl.minimum(n, H - 1)[None, :] + tl.zeros([SLOTS, 1], tl.int32)
-        loaded = load_runs(matrix, n_row, 0, K, RUNS, DECODE)
-    wait()
+        n_row = (n if FORM.whole else tl.minimum(n, H - 1))[None, :] + tl.zeros([SLOTS, 1], tl.int32)
+        matrices, rows = (matrix, None), (n_row, None)
+        loaded = load_chunks(matrices, rows, L, RUNS, CHUNKS, DECODE, None)
+    later = wait()
     launch_dependents()
     if DECODE is not None:
-        h_rows = hidden_ptr + tl.where(live, s, row * TOP_K) * K
-        y, _ = row_products(
-            (loaded, None), (matrix, None), (n_row, None), h_rows, K, 1, RUNS, FORM.once, FORM.rounded, DECODE, None
-        )
+        h_row = tl.where(live, s, row * TOP_K)
+        x = (h_row, tl.num_programs(0) * TOP_K, hidden_ptr + later) if FORM.rounded else (hidden_ptr + h_row * L, 1)
+        numbers = x_chunks(x, L, RUNS, CHUNKS, DECODE)
+        y, _ = row_products(loaded, numbers, matrices, rows, x, L, RUNS, CHUNKS, FORM.rounded, DECODE, None)
     else:
         h_ptrs = hidden_ptr + s[:, None] * K + k[None, :]
         acc = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
@@ -243,28 +270,33 @@ def experts_decode(
     gate_up = up_weights(stacks, activation.gated)
     w, u, bias, up_bias, _ = gate_up
     down = rows_of(stacks.down)
-    hidden = torch.empty((T * top_k, I), dtype=torch.float32, device=x.device)
+    rounds = may_round(down) and not KINDS[down.format].e4m3
+    hidden = hidden_rows(T * top_k, I, rounds, x.device)
     normed = tail.norm_weight is not None
     arrived = torch.empty(T * top_k, dtype=torch.int32, device=x.device) if normed else None
     size, gated = x.element_size(), activation.gated
-    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, w.format or u.format), x.device)
+    format = w.format or u.format
+    tile = tile_for(Product("decode up", E, I, H, top_k, T, size, gated, format), x.device)
+    n = max(tile.n, ROUNDED_TOGETHER) if rounds else tile.n
+    sums_over = _sums_over(H, tile, format, may_round(w, u))
     launch(
         _up_decode_kernel,
-        (T * top_k, max(1, ceil_div(I, tile.n))),
+        (T * top_k, max(1, ceil_div(I, n))),
         *(x, ids, w.data, u.data, bias, up_bias, hidden, arrived),
-        *(E, I, H, top_k),
+        *(E, I, H),
         (*x.stride(), *w.strides, *u.strides),
         (0, 0) if bias is None else bias.stride(),
         activation_numbers(activation),
-        FORM=_UpForm(gated, tile.k >= H, may_round(w, u), tile.n, tile.k, tile.stages),
+        FORM=_UpForm(gated, top_k, *sums_over, may_round(w, u), I % n == 0, n, tile.k, tile.stages),
         ACT=ACTIVATIONS[activation.kind],
         W_DECODE=decoder_of(w),
         U_DECODE=decoder_of(u),
+        NEXT=decoder_of(down) if rounds else None,
         num_warps=tile.warps,
         launch_pdl=PDL,
     )
     tile = tile_for(Product("decode down", E, H, I, top_k, T, size, False, down.format), x.device)
-    blocks = (tile.n, tile.k, block_of(H), tile.stages)
+    blocks = (top_k, block_of(top_k, 1), tile.n, tile.k, block_of(H), tile.stages)
     total = torch.empty((T, H), dtype=torch.float32, device=x.device) if normed else hidden
     launch(
         _down_decode_kernel,
@@ -275,8 +307,14 @@ def experts_decode(
         *outputs,
         *(E, H, I),
         down.strides,
-        FORM=_DownForm(tile.k >= I, may_round(down), top_k, block_of(top_k, 1), *blocks),
+        FORM=_DownForm(*_sums_over(I, tile, down.format, rounds), rounds, H % tile.n == 0, *blocks),
         DECODE=decoder_of(down),
         num_warps=tile.warps,
         launch_pdl=PDL,
     )
+
+
+def _sums_over(K: int, tile: Tile, format: str, rounded: bool) -> tuple[int, int]:
+    """K, and its chunks where all are loaded at once, for weights in blocks; numbers are compiled for any K."""
+    chunks = ceil_div(K, tile.k)
+    return (K, chunks if rounded and chunks <= tile.stages else 0) if format else (0, 0)

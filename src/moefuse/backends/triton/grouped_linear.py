@@ -17,7 +17,15 @@ from moefuse import backends
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import DECODERS, STRIP, decode_rows, load_runs, row_products
+from moefuse.backends.triton.formats.blocks import (
+    DECODERS,
+    STRIP,
+    decode_rows,
+    load_chunks,
+    load_runs,
+    row_products,
+    x_chunks,
+)
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
     PDL,
@@ -116,31 +124,34 @@ def row_sums(
     u,
     K,
     RUNS: tl.constexpr,
-    ONCE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ROUNDED: tl.constexpr,
     GATED: tl.constexpr,
     W_DECODE: tl.constexpr,
     U_DECODE: tl.constexpr,
 ):
-    """Like `block_sums` for few rows of x, each of which costs as much, without tensor cores. ROUNDED: x in 8 bits."""
+    """Like `block_sums` for few rows of x, each of which costs as much, without tensor cores. ROUNDED: x in 8 bits.
+
+    CHUNKS: of RUNS runs that K is, which are loaded at once; 0 for as many as there are, one ahead.
+    """
     SECOND: tl.constexpr = U_DECODE if GATED else None
     one = tl.zeros([1], tl.int32)
     w_ptr, w_rows, w_row = w
     u_ptr, u_rows, u_row = u
     matrices = ((w_ptr + one, w_rows), (u_ptr + one, u_rows))
     rows = (w_row[None, :], u_row[None, :])
-    loaded = load_runs(matrices[0], rows[0], 0, K, RUNS, W_DECODE)
-    second = ()
-    if GATED:
-        second = load_runs(matrices[1], rows[1], 0, K, RUNS, U_DECODE)
-    return row_products((loaded, second), matrices, rows, x_ptrs, K, stride_xk, RUNS, ONCE, ROUNDED, W_DECODE, SECOND)
+    x = (x_ptrs, stride_xk)
+    # The compiler gives what comes later its layout: numbers go to where the weights are, and not the other way round.
+    numbers = x_chunks(x, K, RUNS, CHUNKS, W_DECODE)
+    loaded = load_chunks(matrices, rows, K, RUNS, CHUNKS, W_DECODE, SECOND)
+    return row_products(loaded, numbers, matrices, rows, x, K, RUNS, CHUNKS, ROUNDED, W_DECODE, SECOND)
 
 
 class Form(NamedTuple):
     """What a grouped product is compiled for, besides its activation and its decoders.
 
     ``fill``: rows without an expert are written too, as zeros. ``few``: blocks are multiplied row by row of x, which
-    is ``rounded`` to 8 bits or not; ``once``: block_k covers K.
+    is ``rounded`` to 8 bits or not; ``chunks``: 1 where block_k covers K, else 0.
     """
 
     gather: bool
@@ -148,7 +159,7 @@ class Form(NamedTuple):
     fill: bool
     gated: bool
     few: bool
-    once: bool
+    chunks: int
     rounded: bool
     block_m: int
     block_n: int
@@ -201,7 +212,9 @@ def _product_tile(
             x_rows = x_ptr + row * stride_xm
             if FORM.few:
                 RUNS: tl.constexpr = BLOCK_K // 32
-                acc, up = row_sums(x_rows, stride_xk, w, u, K, RUNS, FORM.once, FORM.rounded, GATED, W_DECODE, U_DECODE)
+                acc, up = row_sums(
+                    x_rows, stride_xk, w, u, K, RUNS, FORM.chunks, FORM.rounded, GATED, W_DECODE, U_DECODE
+                )
             else:
                 acc, up = block_sums(x_rows, stride_xk, live, w, u, K, GATED, W_DECODE, U_DECODE)
         else:
@@ -415,12 +428,12 @@ def product(
     gated = activation is not None and activation.gated
     # Of a z that is kept, and of what was made of it, nobody reads rows without an expert.
     keeps = z is not None or (backends.invariant() and activation is not None)  # one path, whether z is kept or not
-    plain = not scatter and bias is None and (gated or not keeps)
+    plain = bias is None and (gated or not keeps) and (z is None or not scatter)
     if backends.invariant() and not (x.is_contiguous() and begins_aligned(x)):
         unrecordable("rows are moved")
         x = x.clone(memory_format=torch.contiguous_format)  # where rows lie must not choose the path
     if plain and hopper is not None:
-        in_fp8 = grouped_linear_hopper_fp8.takes(x, w_rows, u_rows, out, gated)
+        in_fp8 = not scatter and grouped_linear_hopper_fp8.takes(x, w_rows, u_rows, out, gated)
         if in_fp8 or hopper.takes(x, w_rows, u_rows, out, gated):
             if fill and z is None:
                 out.zero_()
@@ -430,7 +443,8 @@ def product(
                 run = grouped_linear_hopper_fp8.swap_ab_fp8
             elif w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
                 run = grouped_linear_hopper_blocks.swap_ab_blocks
-            run(x, w_rows, u_rows, tiles, plan.order, gather=gather, activation=activation, out=out, z=z)
+            options = {"gather": gather, "activation": activation} | ({} if in_fp8 else {"scatter": scatter})
+            run(x, w_rows, u_rows, tiles, plan.order, out=out, z=z, **options)
             return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
@@ -456,7 +470,7 @@ def product(
         (*x.stride(), *w_rows.strides, *u_rows.strides),
         (*bias_strides, *z_columns(N, gated, layout)),
         activation_numbers(activation),
-        FORM=Form(gather, scatter, fill, gated, few, tile.k >= K, rounded, *blocks),
+        FORM=Form(gather, scatter, fill, gated, few, int(tile.k >= K), rounded, *blocks),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         W_DECODE=decoder_of(weights.w),
         U_DECODE=decoder_of(weights.u),

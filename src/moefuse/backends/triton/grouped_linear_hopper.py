@@ -139,7 +139,7 @@ class Form(NamedTuple):
     """What the product is compiled for, besides its activation.
 
     ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors. ``pitch``: rows of numbers
-    from expert to expert.
+    from expert to expert. ``turned``: weights lie across the sum. ``scatter``: rows of the result go to their slots.
     """
 
     n: int
@@ -152,6 +152,7 @@ class Form(NamedTuple):
     width: int
     stages: int
     turned: bool = False
+    scatter: bool = False
 
 
 @gluon.jit
@@ -235,7 +236,7 @@ def _block_words(raw, slot, GATED: gl.constexpr, DECODE: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr):
+def rows_of_plane(ptrs, at, dtype: gl.constexpr, COUNT: gl.constexpr):
     """COUNT elements from ``at`` [128] of a plane, a row a thread: [128, COUNT]."""
     layout: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [4, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -254,29 +255,29 @@ def _bring_scales(ptrs, row, rows, box, K: gl.constexpr, DECODE: gl.constexpr):
     found = ()
     if HIGH > 0:
         at = row * (R * HIGH) + box * (RUNS * HIGH)
-        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 1, DECODE), at, gl.uint32, RUNS * HIGH),)  # noqa: RUF005
+        found = found + (rows_of_plane(ptrs + plane_at(rows, R, 1, DECODE), at, gl.uint32, RUNS * HIGH),)  # noqa: RUF005
     if run_bytes(DECODE) > 0:
         dtype: gl.constexpr = run_type(DECODE)
-        found = found + (_rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS),)  # noqa: RUF005
+        found = found + (rows_of_plane(ptrs + plane_at(rows, R, 2, DECODE), row * R + box * RUNS, dtype, RUNS),)  # noqa: RUF005
     if strip_bytes_of(DECODE, 0) > 0:
         at = row * (R // strip_runs(DECODE)) + box
-        found = found + _rows_of_strips(ptrs + plane_at(rows, R, 3, DECODE), at, strip_bytes_of(DECODE, 0))
+        found = found + rows_of_strips(ptrs + plane_at(rows, R, 3, DECODE), at, strip_bytes_of(DECODE, 0))
         if strip_bytes_of(DECODE, 1) > 0:
-            found = found + _rows_of_strips(ptrs + plane_at(rows, R, 4, DECODE), at, strip_bytes_of(DECODE, 1))
+            found = found + rows_of_strips(ptrs + plane_at(rows, R, 4, DECODE), at, strip_bytes_of(DECODE, 1))
     return found
 
 
 @gluon.jit
-def _rows_of_strips(ptrs, at, BYTES: gl.constexpr):
+def rows_of_strips(ptrs, at, BYTES: gl.constexpr):
     """The BYTES of strips ``at`` [128] of a plane: a tuple of [128, words]."""
     if BYTES == 2:
-        found = (_rows_of_plane(ptrs, at, gl.uint16, 1),)
+        found = (rows_of_plane(ptrs, at, gl.uint16, 1),)
     elif BYTES == 12:
-        a = _rows_of_plane(ptrs, at * 3, gl.uint32, 1)
-        b = _rows_of_plane(ptrs, at * 3 + 1, gl.uint32, 1)
-        found = (a, b, _rows_of_plane(ptrs, at * 3 + 2, gl.uint32, 1))
+        a = rows_of_plane(ptrs, at * 3, gl.uint32, 1)
+        b = rows_of_plane(ptrs, at * 3 + 1, gl.uint32, 1)
+        found = (a, b, rows_of_plane(ptrs, at * 3 + 2, gl.uint32, 1))
     else:
-        found = (_rows_of_plane(ptrs, at * (BYTES // 4), gl.uint32, BYTES // 4),)
+        found = (rows_of_plane(ptrs, at * (BYTES // 4), gl.uint32, BYTES // 4),)
     return found
 
 
@@ -304,7 +305,7 @@ def _columns_of(x):
 
 
 @gluon.jit
-def _taken_apart(scales, DECODE: gl.constexpr):
+def taken_apart(scales, DECODE: gl.constexpr):
     """What `_bring_scales` brought, by columns: words of high bits, scales of runs, words of strips."""
     NEXT: gl.constexpr = 1 if high_bits(DECODE) > 0 else 0
     AFTER: gl.constexpr = NEXT + (1 if run_bytes(DECODE) > 0 else 0)
@@ -332,8 +333,11 @@ def _spread(values, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _decode(q, known, i: gl.constexpr, w, DECODE: gl.constexpr):
-    """The i-th 64 values of a box of blocks, from their words [128, 2 * base], into w [128, 64]."""
+def decode(q, known, i: gl.constexpr, run, w, DECODE: gl.constexpr):
+    """The i-th 64 values of a box of blocks, from their words [128, 2 * base], into w [128, 64].
+
+    ``run``: which of eight runs the first of them is.
+    """
     high, runs, strip = known
     BASE: gl.constexpr = base_bits(DECODE)
     HIGH: gl.constexpr = high_bits(DECODE)
@@ -347,7 +351,7 @@ def _decode(q, known, i: gl.constexpr, w, DECODE: gl.constexpr):
         of_run = 0
         if run_bytes(DECODE) > 0:
             of_run = runs[2 * i + j]
-        scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, 2 * i + j)
+        scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, run + j)
         scale_a, offset_a = factors(scale_a, offset_a, DECODE, True)
         scales = scales + (scale_a,)  # noqa: RUF005
         offsets = offsets + (offset_a,)  # noqa: RUF005
@@ -479,7 +483,7 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                     GATED,
                     DECODE,
                 )
-                known = _taken_apart(scales_next, DECODE)
+                known = taken_apart(scales_next, DECODE)
                 at = ptrs_of_rows + after_expert.to(gl.int64) * pitch
                 scales_next = _bring_scales(at, block_row + after_column * w_step, matrix_rows, after, K, DECODE)
                 mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
@@ -492,12 +496,12 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                         mbarrier.wait(empty.index(stage), phase)
                         x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
                         bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
-                        _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                        decode(q[i], known, i, 2 * i, w_ring.index(stage), DECODE)
                         second, second_phase = advance(stage, phase, STAGES)
                         mbarrier.wait(empty.index(second), second_phase)
                         x, tail, bar = x_ring.index(second), tail_ring.index(second), full.index(second)
                         bring_tokens(x, tail, bar, first, rows, begins + 64, ptrs, x_descs, 0, FORM)
-                        _decode(q[i + 1], known, i + 1, w_ring.index(second), DECODE)
+                        decode(q[i + 1], known, i + 1, 2 * i + 2, w_ring.index(second), DECODE)
                         fence_async_shared()
                         mbarrier.arrive(full.index(stage))
                         mbarrier.arrive(full.index(second))
@@ -507,7 +511,7 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
                         mbarrier.wait(empty.index(stage), phase)
                         x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
                         bring_tokens(x, tail, bar, first, rows, 64 * (GROUPS * box + i), ptrs, x_descs, 0, FORM)
-                        _decode(q[i], known, i, w_ring.index(stage), DECODE)
+                        decode(q[i], known, i, 2 * i, w_ring.index(stage), DECODE)
                         fence_async_shared()
                         mbarrier.arrive(full.index(stage))
                         stage, phase = advance(stage, phase, STAGES)
@@ -522,8 +526,8 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
 
 
 @gluon.jit
-def store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
-    """value [columns, tokens] into rows of out, from out_ptr on ``stride`` apart."""
+def store_tokens(value, staging, out_ptr, order_ptr, first, stop, stride: gl.constexpr):
+    """value [columns, tokens] into rows of out, from out_ptr on ``stride`` apart, or those that order_ptr names."""
     COLUMNS: gl.constexpr = value.shape[0]
     TOKENS: gl.constexpr = value.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
@@ -531,7 +535,11 @@ def store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
     piece.store(value.to(out_ptr.dtype.element_ty).permute([1, 0]))
     row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    out_ptrs = out_ptr + first.to(gl.int64) * stride + row[:, None] * stride + n[None, :]
+    if order_ptr is None:
+        out_ptrs = out_ptr + first.to(gl.int64) * stride + row[:, None] * stride + n[None, :]
+    else:
+        slot = gl.load(order_ptr + gl.minimum(first + row, stop - 1))
+        out_ptrs = out_ptr + (slot.to(gl.int64) * stride)[:, None] + n[None, :]
     gl.store(out_ptrs, piece.load(layout), mask=(first + row < stop)[:, None])
 
 
@@ -539,7 +547,8 @@ def store_tokens(value, staging, out_ptr, first, stop, stride: gl.constexpr):
 def finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.constexpr, ACT: gl.constexpr):
     """The activation of acc [64, tokens] into rows of out, as many tokens at a time as ``staging`` holds.
 
-    ``out_ptrs``: out and, or None, z [S, 2N], which gets gate columns and then up columns as they are.
+    ``out_ptrs``: out and, or None, z [S, 2N], which gets gate columns and then up columns as they are; or the order,
+    where rows are scattered.
     """
     N: gl.constexpr = FORM.n
     TOKENS: gl.constexpr = acc.shape[1]
@@ -558,11 +567,11 @@ def finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.conste
             acc, _, _ = ACT(g, u, numbers, True, False)
             acc = acc.reshape([COLUMNS, TOKENS])
             if z_ptr is not None:
-                store_tokens(g.reshape([COLUMNS, TOKENS]), staging, z_ptr + column, first, stop, 2 * N)
-                store_tokens(u.reshape([COLUMNS, TOKENS]), staging, z_ptr + N + column, first, stop, 2 * N)
+                store_tokens(g.reshape([COLUMNS, TOKENS]), staging, z_ptr + column, None, first, stop, 2 * N)
+                store_tokens(u.reshape([COLUMNS, TOKENS]), staging, z_ptr + N + column, None, first, stop, 2 * N)
         elif ACT is not None:
             acc, _, _ = ACT(acc, acc, numbers, False, False)
-        store_tokens(acc, staging, out_ptr + column, first, stop, N)
+        store_tokens(acc, staging, out_ptr + column, z_ptr if FORM.scatter else None, first, stop, N)
 
 
 @gluon.constexpr_function
@@ -610,6 +619,8 @@ def _multiply(
         if FORM.gather:  # threads wrote the rows, tensor cores read them
             fence_async_shared()
         w = w_ring.index(stage).reshape([128, BLOCK_K]).slice(64 * WARPGROUP, 64, dim=0)
+        if FORM.turned:  # each half of the rows has 64 columns of weights
+            w = w.permute([1, 0])
         x = x_ring.index(stage)
         if TAIL:
             tail = tail_ring.index(stage) if x.shape[0] == TOKENS else x.slice(TOKENS, TAIL, dim=0)
@@ -636,7 +647,7 @@ def _multiply(
 
 
 @gluon.jit
-def _consume(
+def consume(
     rings, stagings, tiles_ptr, out_ptrs, numbers, FORM: gl.constexpr, ACT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
     """One warpgroup's half of every tile, each in the least shape that has room for its tokens."""
@@ -725,10 +736,11 @@ def _swap_ab_kernel(
     filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
     pointers = (x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr)
     x_descs = (x_desc, half_desc, tail_desc)
+    out_ptrs = (out_ptr, order_ptr if FORM.scatter else z_ptr)
     gl.warp_specialize(
         [
-            (_consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(0))),
-            (_consume, (rings, stagings, tiles_ptr, (out_ptr, z_ptr), numbers, FORM, ACT, gl.constexpr(1))),
+            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(0))),
+            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(1))),
             (_produce, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
         ],
         [4, PRODUCER_WARPS],
@@ -818,16 +830,19 @@ def swap_ab_product(
     gather: bool,
     activation: Activation | None,
     out: Tensor,
+    scatter: bool = False,
     z: Tensor | None = None,
-    width: int | None = None,
+    tile_width: int | None = None,
 ) -> None:
     """Launch the product into ``out`` ``[S, N]``, and what comes before a gated activation into ``z`` ``[S, 2N]``.
+
+    ``scatter``: rows go to their slots; there is no z then.
 
     Rows without an expert are left as they are.
     """
     (S, N), E, K = out.shape, w.data.shape[0], x.shape[1]
     gated = activation is not None and activation.gated
-    width = width or swap_ab_width(tiles.load)
+    width = tile_width or swap_ab_width(tiles.load)
     stages = SWAP_AB_STAGES[width]
     w_pitch = 0 if w.format else w.data.stride(0) // K
     u_desc = None
@@ -853,7 +868,7 @@ def swap_ab_product(
         *(tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages),
+        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages, scatter=scatter),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,

@@ -608,7 +608,7 @@ def _swap_ab_blocks_kernel(
     fence_async_shared()
     tokens = (x_ring, tail_ring, full, empty)
     codes = (raw, high, raw_full, raw_empty)
-    pointers = ((w_ptr, u_ptr), tiles_ptr, (out_ptr, z_ptr))
+    pointers = ((w_ptr, u_ptr), tiles_ptr, (out_ptr, order_ptr if FORM.scatter else z_ptr))
     planes = ((w_desc, u_desc), (w_high_desc, u_high_desc))
     x_descs = (x_desc, half_desc, tail_desc)
     rings = (tokens, codes)
@@ -648,13 +648,14 @@ def swap_ab_blocks(
     gather: bool,
     activation: Activation | None,
     out: Tensor,
+    scatter: bool = False,
     z: Tensor | None = None,
-    width: int | None = None,
+    tile_width: int | None = None,
 ) -> None:
     """As `swap_ab_product` of grouped_linear_hopper.py."""
     (S, N), K = out.shape, x.shape[1]
     gated = activation is not None and activation.gated
-    width = width or swap_ab_blocks_width(tiles.load)
+    width = tile_width or swap_ab_blocks_width(tiles.load)
     stages, slots = SWAP_AB_RINGS[width]
     (pitch, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
     blocks_at = (pitch, rows, (*w_place, *u_place))
@@ -669,7 +670,7 @@ def swap_ab_blocks(
         *(*x_descs, *planes, w.data, u.data, tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, 0, gated, gather, max(1, S // x.shape[0]), programs, width, stages),
+        FORM=Form(N, K, 0, gated, gather, max(1, S // x.shape[0]), programs, width, stages, scatter=scatter),
         SLOTS=slots,
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format],

@@ -12,10 +12,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
-from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, most_tiles, rows_of
+from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, hopper, most_tiles, rows_of
+from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
 from moefuse.backends.triton.runtime.tiles import DECODED_BYTES, Tile, decodes_first, transposed_tile
 from moefuse.types import Plan, Weight
+
+if hopper is not None:
+    from moefuse.backends.triton import grouped_linear_hopper_transposed
 
 
 @triton.jit
@@ -206,17 +210,28 @@ def transposed_product(
     scatter: bool = False,
     fill: bool = False,
     first: int = 0,
+    tiles: TokenTiles | None = None,
 ) -> None:
     """Launch the product of rows of ``a`` with columns ``first`` and on of ``stacks`` into ``out`` ``[S, N]``.
 
     One stack ``[E, K, N]``, or two: the sum goes over the rows of the first, then of the second. ``first`` is a
-    multiple of a strip.
+    multiple of a strip. ``tiles`` are those of the plan, for products that share them.
     """
     S, E, N = plan.assignments, plan.num_experts, out.shape[1]
     width = stacks[0].shape[2]
     given = [rows_of(stack) for stack in stacks]
     given = [rows if rows.format else Rows(rows.data[:, :, first : first + N]) for rows in given]
     in_blocks = any(rows.format for rows in given)
+    if in_blocks and len(given) == 1 and hopper is not None:
+        turned = grouped_linear_hopper_transposed
+        if turned.takes(a, given[0], out, first):
+            if fill:
+                out.zero_()
+            tiles = tiles or TokenTiles(plan.offsets, S)
+            turned.turned_product(
+                a, given[0], width, tiles, plan.order, gather=gather, scatter=scatter, out=out, first=first
+            )
+            return
     if in_blocks and decodes_first(S / E, a.element_size()):
         # Every weight is decoded once, some experts at a time, not once for each tile of rows.
         if fill:

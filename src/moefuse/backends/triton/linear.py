@@ -37,7 +37,7 @@ class _Form(NamedTuple):
     """What a weight's product is compiled for.
 
     ``rounded``: blocks times x in 8 bits. ``ahead``: numbers or bytes of each row to fetch before x is there.
-    ``whole``: K is a multiple of ``block_k``; ``once``: it is no more.
+    ``whole``: K is a multiple of ``block_k``; ``chunks``: 1 where it is no more, else 0.
     """
 
     rounded: bool
@@ -46,7 +46,7 @@ class _Form(NamedTuple):
     block_n: int
     block_k: int
     whole: bool
-    once: bool
+    chunks: int
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _columns(tensors, tile, N, stride_wn, column, sizes, FORM: tl.constexpr, DEC
         w = (w_ptr, N, tl.minimum(n, N - 1))
         x_rows = x_ptr + t.to(tl.int64) * K
         if BLOCK_T < 8:
-            acc, _ = row_sums(x_rows, 1, w, w, K, BLOCK_K // 32, FORM.once, FORM.rounded, False, DECODE, DECODE)
+            acc, _ = row_sums(x_rows, 1, w, w, K, BLOCK_K // 32, FORM.chunks, FORM.rounded, False, DECODE, DECODE)
         else:
             acc, _ = block_sums(x_rows, 1, live, w, w, K, False, DECODE, DECODE)
     elif BLOCK_T == 1:
@@ -184,7 +184,7 @@ def _form(x: Tensor, rows: Rows, tile: Tile) -> _Form:
         tile.n,
         tile.k,
         x.shape[1] % tile.k == 0,
-        tile.k >= x.shape[1],
+        int(tile.k >= x.shape[1]),
     )
 
 

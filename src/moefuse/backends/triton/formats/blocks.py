@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from moefuse.backends.codes import Table
@@ -412,7 +414,7 @@ def word_codes(q, high, word, DECODE: tl.constexpr):
 
 @triton.jit
 def _strip_words(ptr, at, BYTES: tl.constexpr):
-    """The words of units ``at`` [A, R, B] of a plane of BYTES a unit, in as few loads as there can be."""
+    """The words of units ``at`` [R, A, B] of a plane of BYTES a unit, in as few loads as there can be."""
     words = ptr.to(tl.pointer_type(tl.uint32))
     if BYTES == 2:
         found = (tl.load(ptr.to(tl.pointer_type(tl.uint16)) + at).to(tl.uint32),)
@@ -469,17 +471,18 @@ def _strips(ptr, rows, R, at_strip, DECODE: tl.constexpr):
 def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
     """RUNS runs from value ``start`` on of rows [A, B] of matrices in planes; nothing from K on.
 
-    ``matrix``: pointers to matrices [A], and the rows that each has; none has 8 GiB. Words [A, RUNS, B, base],
-    those of the high plane and scales [A, RUNS, B]. Runs stand before rows, so that a thread has a run of many rows.
+    ``matrix``: pointers to matrices [A], and the rows that each has; none has 8 GiB. Words [RUNS, A, B, base],
+    those of the high plane and scales [RUNS, A, B]. Runs stand first, so that lanes have those of one row, which lie
+    together, and a thread has a run of many rows.
     """
     ptr, rows = matrix
     R = K // 32
     first = start // 32 + tl.arange(0, RUNS)
     # Past the end the last run's scales are read again, and multiplied by zeros.
-    run = tl.minimum(first, R - 1)[None, :, None]
-    inside = (first < R)[None, :, None]
-    ptr = ptr[:, None, None]
-    at = (row * R)[:, None, :] + run
+    run = tl.minimum(first, R - 1)[:, None, None]
+    inside = (first < R)[:, None, None]
+    ptr = ptr[None, :, None]
+    at = (row * R)[None, :, :] + run
     BASE: tl.constexpr = base_bits(DECODE)
     words = ptr.to(tl.pointer_type(tl.uint32))
     word = tl.arange(0, BASE)[None, None, None, :]
@@ -496,15 +499,8 @@ def load_runs(matrix, row, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
         scales = (ptr + plane_at(rows, R, 2, DECODE)).to(tl.pointer_type(run_type(DECODE)))
         of_run = tl.load(scales + at).to(tl.uint32)
     STRIP_RUNS: tl.constexpr = strip_runs(DECODE)
-    at_strip = (row * (R // STRIP_RUNS))[:, None, :] + run // STRIP_RUNS
+    at_strip = (row * (R // STRIP_RUNS))[None, :, :] + run // STRIP_RUNS
     return q, high, of_run, _strips(ptr, rows, R, at_strip, DECODE)
-
-
-@triton.jit
-def _x_runs(x_ptr, start, K, stride, RUNS: tl.constexpr):
-    """RUNS * 32 values from ``start`` on of the rows at ``x_ptr`` [A], zeros from K on: float32."""
-    at = start + tl.arange(0, RUNS * 32)
-    return tl.load(x_ptr[:, None] + at[None, :] * stride, mask=at[None, :] < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -517,58 +513,144 @@ def _four(x):
 
 
 @triton.jit
-def _by_slot(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr):
-    """[A, RUNS, 8] by words of the base plane: as many [A, RUNS, 1, base] as these have slots."""
+def _by_slot(x, RUNS: tl.constexpr, A: tl.constexpr, BASE: tl.constexpr):
+    """[RUNS, A, 8] by words of the base plane: as many [RUNS, A, 1, base] as these have slots."""
     if BASE == 8:
-        found = (tl.reshape(x, [A, RUNS, 1, 8]),)
+        found = (tl.reshape(x, [RUNS, A, 1, 8]),)
     elif BASE == 4:
-        a, b = tl.split(tl.reshape(x, [A, RUNS, 1, 4, 2]))
+        a, b = tl.split(tl.reshape(x, [RUNS, A, 1, 4, 2]))
         found = (a, b)
     else:
-        found = _four(tl.reshape(x, [A, RUNS, 1, 2, 2, 2]))
+        found = _four(tl.reshape(x, [RUNS, A, 1, 2, 2, 2]))
     return found
 
 
 @triton.jit
-def _x_rounded(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
-    """x [A, RUNS * 32] in 8 bits by runs of 32: words by slot; factors [A, RUNS, 1]; sums of whole numbers by sub-run.
-
-    Sums are of values 0 to 15 and 16 to 31 where SUB is 16, of all in both where it is 32.
-    """
-    x = tl.reshape(x, [A, RUNS, 32])
-    # As whole numbers the bits of numbers without sign have their order, with not-a-number above all of them.
-    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
-    factor = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
-    # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Runs too small to divide by are zeros.
-    rounded = x * tl.where(factor < 1e-37, 0.0, 1.0 / factor)[:, :, None] + 12582912.0
-    whole = rounded.to(tl.int32, bitcast=True) - 0x4B400000
+def _sub_sums(x, RUNS: tl.constexpr, A: tl.constexpr, SUB: tl.constexpr):
+    """Sums of values 0 to 15 and 16 to 31 of runs [RUNS, A, 32] where SUB is 16, else of all: a tuple [RUNS, A, 1]."""
     if SUB == 16:
-        sum_a, sum_b = tl.split(tl.sum(tl.reshape(whole, [A, RUNS, 2, 16]), 3))
+        first, second = tl.split(tl.sum(tl.reshape(x, [RUNS, A, 2, 16]), 3))
+        found = (first[:, :, None], second[:, :, None])
     else:
-        sum_a = tl.sum(whole, 2)
-        sum_b = sum_a
-    b0, b1, b2, b3 = _four(tl.reshape(whole & 0xFF, [A, RUNS, 8, 2, 2]))
-    words = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
-    return _by_slot(words, A, RUNS, BASE), factor[:, :, None], (sum_a[:, :, None], sum_b[:, :, None])
+        found = (tl.sum(x, 2)[:, :, None],)
+    return found
 
 
 @triton.jit
-def _x_exact(x, A: tl.constexpr, RUNS: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
+def in_8_bits(x):
+    """x [.., values] as whole numbers of 8 bits, and the factor of each row: what they are multiplied by."""
+    # As whole numbers the bits of numbers without sign have their order, with not-a-number above all of them.
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, len(x.shape) - 1)
+    factor = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
+    # The nearest whole number is in the last bits of its sum with 1.5 * 2**23. Rows too small to divide by are zeros.
+    inverse = tl.where(factor < 1e-37, 0.0, 1.0 / factor)
+    rounded = x * tl.expand_dims(inverse, len(x.shape) - 1) + 12582912.0
+    return rounded.to(tl.int32, bitcast=True) - 0x4B400000, factor
+
+
+@triton.jit
+def _x_rounded(x, RUNS: tl.constexpr, A: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
+    """x [RUNS, A, 32] in 8 bits by runs: words by slot; factors [RUNS, A, 1]; sums of codes, see `_sub_sums`."""
+    whole, factor = in_8_bits(x)
+    b0, b1, b2, b3 = _four(tl.reshape(whole & 0xFF, [RUNS, A, 8, 2, 2]))
+    words = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+    return _by_slot(words, RUNS, A, BASE), (factor[:, :, None],), _sub_sums(whole, RUNS, A, SUB)
+
+
+@triton.jit
+def _x_exact(x, RUNS: tl.constexpr, A: tl.constexpr, BASE: tl.constexpr, SUB: tl.constexpr):
     """Likewise x unrounded: four numbers of each slot, 1.0, and their sums."""
-    x = tl.reshape(x, [A, RUNS, 32])
-    if SUB == 16:
-        sum_a, sum_b = tl.split(tl.sum(tl.reshape(x, [A, RUNS, 2, 16]), 3))
-    else:
-        sum_a = tl.sum(x, 2)
-        sum_b = sum_a
-    b0, b1, b2, b3 = _four(tl.reshape(x, [A, RUNS, 8, 2, 2]))
+    b0, b1, b2, b3 = _four(tl.reshape(x, [RUNS, A, 8, 2, 2]))
     slots = (
-        _by_slot(b0, A, RUNS, BASE),
-        _by_slot(b1, A, RUNS, BASE),
-        _by_slot(b2, A, RUNS, BASE),
-        _by_slot(b3, A, RUNS, BASE),
+        _by_slot(b0, RUNS, A, BASE),
+        _by_slot(b1, RUNS, A, BASE),
+        _by_slot(b2, RUNS, A, BASE),
+        _by_slot(b3, RUNS, A, BASE),
     )
-    return slots, 1.0, (sum_a[:, :, None], sum_b[:, :, None])
+    return slots, (1.0,), _sub_sums(x, RUNS, A, SUB)
+
+
+#: values of rows in 8 bits that share a factor, where a launch writes them for the next
+ROUNDED_TOGETHER = 16
+
+
+def hidden_rows(S: int, K: int, rounded: bool, device: torch.device) -> Tensor:
+    """Memory for rows between two products: float32, or what `store_rounded` writes."""
+    if not rounded:
+        return torch.empty((S, K), dtype=torch.float32, device=device)
+    return torch.empty(S * (K + K // 2), dtype=torch.uint8, device=device)
+
+
+# Rows that a launch before has rounded, in one buffer: for each run its 32 codes, as words by slot of the format that
+# they are multiplied with, and behind all codes 16 bytes, the factors of its two halves and the sums of their codes.
+
+
+@triton.jit
+def store_rounded(ptr, S, K, row, first, x, DECODE: tl.constexpr):
+    """Write values ``first`` and on of a row of S: x [a multiple of 16], for `_x_rounded_before` to read."""
+    COUNT: tl.constexpr = x.shape[0]
+    BASE: tl.constexpr = base_bits(DECODE)
+    whole, factor = in_8_bits(tl.reshape(x, [COUNT // 16, 16]))
+    n = first + tl.arange(0, COUNT)
+    slot = n % 32 // 4
+    place = slot % (8 // BASE) * BASE + slot // (8 // BASE)
+    codes = row.to(tl.int64) * K + n // 32 * 32 + place * 4 + n % 4
+    tl.store(ptr.to(tl.pointer_type(tl.int8)) + codes, tl.reshape(whole, [COUNT]).to(tl.int8), mask=n < K)
+    half = first // 16 + tl.arange(0, COUNT // 16)
+    at = (row.to(tl.int64) * (K // 32) + half // 2) * 4 + half % 2
+    records = (ptr + S.to(tl.int64) * K).to(tl.pointer_type(tl.int32))
+    tl.store(records + at, factor.to(tl.int32, bitcast=True), mask=half < K // 16)
+    tl.store(records + at + 2, tl.sum(whole, 1), mask=half < K // 16)
+
+
+@triton.jit
+def _four_words(ptrs):
+    """The four words from each pointer on, in whatever layout they are wanted: a load would choose its own."""
+    if HAS_ASM:
+        found = tl.inline_asm_elementwise(
+            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l",
+            [ptrs.to(tl.uint64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        found = (tl.load(ptrs), tl.load(ptrs + 1), tl.load(ptrs + 2), tl.load(ptrs + 3))
+    return found
+
+
+@triton.jit
+def _joined(words):
+    """Two or four tensors as the last dimension of one."""
+    if len(words) == 2:
+        found = tl.join(words[0], words[1])
+    else:
+        found = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        found = tl.reshape(found, words[0].shape + [4])  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _x_rounded_before(x, start, K, RUNS: tl.constexpr, BASE: tl.constexpr):
+    """Rows [A] of what `store_rounded` wrote, like `_x_rounded`, with two factors and two sums of each run."""
+    rows, S, ptr = x
+    run = (start // 32 + tl.arange(0, RUNS))[:, None, None]
+    at = rows.to(tl.int64)[None, :, None] * (K // 32) + tl.minimum(run, K // 32 - 1)
+    words = ptr.to(tl.pointer_type(tl.int32)) + at * 8
+    slots = ()
+    if BASE == 8:
+        halves = words[:, :, :, None] + 4 * tl.arange(0, 2)[None, None, None, :]
+        slots = (tl.reshape(_joined(_four_words(halves)), [RUNS, rows.shape[0], 1, 8]),)
+    else:
+        four = _four_words(words) + _four_words(words + 4)
+        for s in tl.static_range(8 // BASE):
+            slots = slots + (_joined(four[BASE * s : BASE * s + BASE]),)  # noqa: RUF005
+    factor_a, factor_b, sum_a, sum_b = _four_words((ptr + S.to(tl.int64) * K).to(tl.pointer_type(tl.int32)) + at * 4)
+    inside = run < K // 32
+    factor_a = tl.where(inside, factor_a, 0).to(tl.float32, bitcast=True)
+    factor_b = tl.where(inside, factor_b, 0).to(tl.float32, bitcast=True)
+    return slots, (factor_a, factor_b), (tl.where(inside, sum_a, 0), tl.where(inside, sum_b, 0))
 
 
 @triton.jit
@@ -608,16 +690,16 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
 
 
 @triton.jit
-def _four_words(x):
-    """Words [A, RUNS, B, 8] by fours, which a thread has together: four of [A, RUNS, B, 2]."""
+def _by_fours(x):
+    """Words [RUNS, A, B, 8] by fours, which a thread has together: four of [RUNS, A, B, 2]."""
     return _four(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, 2, 2]))
 
 
 @triton.jit
 def _e4m3_sums(codes, x):
-    """Codes in words [A, RUNS, B, 8] times x, as `_x_exact` gives it: [A, RUNS, B, 2] float32."""
-    words = _four_words(codes)
-    x0, x1, x2, x3 = _four_words(x[0][0]), _four_words(x[1][0]), _four_words(x[2][0]), _four_words(x[3][0])
+    """Codes in words [RUNS, A, B, 8] times x, as `_x_exact` gives it: [RUNS, A, B, 2] float32."""
+    words = _by_fours(codes)
+    x0, x1, x2, x3 = _by_fours(x[0][0]), _by_fours(x[1][0]), _by_fours(x[2][0]), _by_fours(x[3][0])
     found = tl.zeros(words[0].shape, tl.float32)
     for i in tl.static_range(4):
         a, b, c, d = _four_e4m3(words[i])
@@ -630,48 +712,111 @@ def _e4m3_sums(codes, x):
 
 @triton.jit
 def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
-    """``total`` [A, RUNS, B] with what `load_runs` loaded times x, as `_x_rounded` or `_x_exact` gives it."""
+    """``total`` [RUNS, A, B] with what `load_runs` loaded times x, as `_x_rounded` or `_x_exact` gives it."""
     q, high, of_run, strip = loaded
-    slots, factor, x_sums = x
-    RUNS: tl.constexpr = total.shape[1]
+    slots, factors, x_sums = x
+    RUNS: tl.constexpr = total.shape[0]
     BASE: tl.constexpr = base_bits(DECODE)
     word = tl.arange(0, BASE).to(tl.uint32)[None, None, None, :]
     codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
-    shape: tl.constexpr = [total.shape[0], RUNS, q.shape[2], BASE]
+    shape: tl.constexpr = [RUNS, total.shape[1], q.shape[2], BASE]
     sums = _sums(codes, slots, shape, _rounds(DECODE, ROUNDED), DECODE)
-    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
+    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[:, None, None]
     scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
-    sum_a, sum_b = x_sums
-    if sub_values(DECODE) == 16:
-        halves: tl.constexpr = [total.shape[0], RUNS, q.shape[2], 2, BASE // 2]
+    if sub_values(DECODE) == 16 or len(factors) == 2:
+        factor_a, factor_b = factors[0], factors[len(factors) - 1]
+        sum_a, sum_b = x_sums
+        halves: tl.constexpr = [RUNS, total.shape[1], q.shape[2], 2, BASE // 2]
         a, b = tl.split(tl.sum(tl.reshape(sums, halves), 4))
-        a -= _bias(DECODE) * sum_a
-        b -= _bias(DECODE) * sum_b
-        total += (scale_a * factor) * a.to(tl.float32) + (scale_b * factor) * b.to(tl.float32)
-        if _has_minima(DECODE):
-            total += (offset_a * factor) * sum_a.to(tl.float32) + (offset_b * factor) * sum_b.to(tl.float32)
-    else:
-        a = tl.sum(sums, 3)
         if _bias(DECODE) != 0:
             a -= _bias(DECODE) * sum_a
+            b -= _bias(DECODE) * sum_b
+        total += (scale_a * factor_a) * a.to(tl.float32) + (scale_b * factor_b) * b.to(tl.float32)
+        if _has_minima(DECODE):
+            total += (offset_a * factor_a) * sum_a.to(tl.float32) + (offset_b * factor_b) * sum_b.to(tl.float32)
+    else:
+        factor, x_sum = factors[0], x_sums[0]
+        a = tl.sum(sums, 3)
+        if _bias(DECODE) != 0:
+            a -= _bias(DECODE) * x_sum
         total += (scale_a * factor) * a.to(tl.float32)
         if _has_minima(DECODE):
-            total += (offset_a * factor) * sum_a.to(tl.float32)
+            total += (offset_a * factor) * x_sum.to(tl.float32)
     return total
 
 
 @triton.jit
 def _e4m3_step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
-    """Likewise of codes in e4m3; ``total`` [A, RUNS, B, 2] is of what one thread loads."""
+    """Likewise of codes in e4m3; ``total`` [RUNS, A, B, 2] is of what one thread loads."""
     q, _, of_run, strip = loaded
-    slots, factor, _ = x
+    slots, factors, _ = x
     scale, _, _, _ = DECODE(of_run, strip, 0)
-    return total + (scale * factor)[:, :, :, None] * _e4m3_sums(q, slots)
+    return total + (scale * factors[0])[:, :, :, None] * _e4m3_sums(q, slots)
 
 
 @triton.jit
-def _x_for(x, A: tl.constexpr, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
-    return (_x_rounded if _rounds(DECODE, ROUNDED) else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
+def _x_loaded(x, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr):
+    """x of RUNS runs from ``start`` on, for `_x_made`.
+
+    ``x``: pointers to rows [A] and a stride, or rows [A] of the S that `store_rounded` wrote, S, and where that is.
+    """
+    if len(x) == 3:
+        found = _x_rounded_before(x, start, K, RUNS, base_bits(DECODE))
+    else:
+        ptrs, stride = x
+        at = start + 32 * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, 32)[None, None, :]
+        found = tl.load(ptrs[None, :, None] + at * stride, mask=at < K, other=0.0)
+    return found
+
+
+@triton.jit
+def _x_made(loaded, x, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr):
+    """What `_x_loaded` gave, as `_step` takes it for format DECODE, and for SECOND where that is not None."""
+    if len(x) == 3:
+        found = (loaded, ())
+    else:
+        A: tl.constexpr = loaded.shape[1]
+        numbers = loaded.to(tl.float32)
+        made = _x_for(numbers, RUNS, A, ROUNDED, DECODE)
+        found = (made, made)
+        if SECOND is not None and SECOND is not DECODE:
+            found = (made, _x_for(numbers, RUNS, A, ROUNDED, SECOND))
+    return found
+
+
+@triton.jit
+def _x_for(x, RUNS: tl.constexpr, A: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    return (_x_rounded if _rounds(DECODE, ROUNDED) else _x_exact)(x, RUNS, A, base_bits(DECODE), sub_values(DECODE))
+
+
+@triton.jit
+def load_both(matrices, rows, start, K, RUNS: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr):
+    """`load_runs` of two matrices, the second of format SECOND where that is not None."""
+    first = load_runs(matrices[0], rows[0], start, K, RUNS, DECODE)
+    second = ()
+    if SECOND is not None:
+        second = load_runs(matrices[1], rows[1], start, K, RUNS, SECOND)
+    return first, second
+
+
+@triton.jit
+def load_chunks(
+    matrices, rows, K, RUNS: tl.constexpr, CHUNKS: tl.constexpr, DECODE: tl.constexpr, SECOND: tl.constexpr
+):
+    """What `row_products` is given of the weights: the first RUNS runs, or all CHUNKS of so many."""
+    found = (load_both(matrices, rows, 0, K, RUNS, DECODE, SECOND),)
+    for c in tl.static_range(1, CHUNKS):
+        found = found + (load_both(matrices, rows, 32 * RUNS * c, K, RUNS, DECODE, SECOND),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def x_chunks(x, K, RUNS: tl.constexpr, CHUNKS: tl.constexpr, DECODE: tl.constexpr):
+    """Likewise of x, see `_x_loaded`: nothing where CHUNKS is 0."""
+    found = ()
+    for c in tl.static_range(CHUNKS):
+        found = found + (_x_loaded(x, 32 * RUNS * c, K, RUNS, DECODE),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -680,61 +825,66 @@ def _next(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
 
 
 @triton.jit
-def _no_sums(A: tl.constexpr, RUNS: tl.constexpr, B: tl.constexpr, DECODE: tl.constexpr):
+def _no_sums(RUNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DECODE: tl.constexpr):
     if DECODE is not None and _in_e4m3(DECODE):
-        found = tl.zeros([A, RUNS, B, 2], tl.float32)
+        found = tl.zeros([RUNS, A, B, 2], tl.float32)
     else:
-        found = tl.zeros([A, RUNS, B], tl.float32)
+        found = tl.zeros([RUNS, A, B], tl.float32)
     return found
 
 
 @triton.jit
 def row_products(
     loaded,
+    numbers,
     matrices,
     rows,
-    x_ptr,
+    x,
     K,
-    stride,
     RUNS: tl.constexpr,
-    ONCE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ROUNDED: tl.constexpr,
     DECODE: tl.constexpr,
     SECOND: tl.constexpr,
 ):
-    """Rows [A, B] of matrices in planes, each times the row at ``x_ptr`` [A]: [A, B] float32. One matrix may serve all.
+    """Rows [A, B] of matrices in planes, each times a row of x [A]: [A, B] float32. One matrix may serve all.
 
-    ``matrices`` and ``rows``, as `load_runs` takes them, and what it gave for their beginning, ``loaded``, are two
-    each: the second of format SECOND, where that is not None. ONCE: RUNS are all of K. ROUNDED: x in 8 bits.
+    ``matrices`` and ``rows``, as `load_both` takes them, are two each: the second of format SECOND, where that is not
+    None. CHUNKS: of RUNS runs that K is, all of which are in ``loaded`` and ``numbers``, see `load_chunks` and
+    `x_chunks`; 0 where there are more, or nobody knows how many. ROUNDED: x in 8 bits.
     """
-    loaded, second_loaded = loaded
-    matrix, second_matrix = matrices
-    row, second_row = rows
-    A: tl.constexpr = x_ptr.shape[0]
-    B: tl.constexpr = row.shape[1]
-    total = _no_sums(A, RUNS, B, DECODE)
-    second = _no_sums(A, RUNS, B, SECOND)
-    for start in range(0, 32 * RUNS if ONCE else K, 32 * RUNS):
-        now, second_now = loaded, second_loaded
-        # Codes in e4m3 leave registers to ask for the next ones before these are multiplied.
-        if not ONCE and _in_e4m3(DECODE):
-            loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
+    A: tl.constexpr = x[0].shape[0]
+    B: tl.constexpr = rows[0].shape[1]
+    total = _no_sums(RUNS, A, B, DECODE)
+    second = _no_sums(RUNS, A, B, SECOND)
+    if CHUNKS > 0:
+        made = ()
+        for c in tl.static_range(CHUNKS):
+            made = made + (_x_made(numbers[c], x, RUNS, ROUNDED, DECODE, SECOND),)  # noqa: RUF005
+        for c in tl.static_range(CHUNKS):
+            total = _next(loaded[c][0], made[c][0], 32 * RUNS * c, total, ROUNDED, DECODE)
             if SECOND is not None:
-                second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
-        numbers = _x_runs(x_ptr, start, K, stride, RUNS)
-        total = _next(now, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
-        if not ONCE and not _in_e4m3(DECODE):
-            loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
-        if SECOND is not None:
-            x = _x_for(numbers, A, RUNS, ROUNDED, SECOND)
-            second = _next(second_now, x, start, second, ROUNDED, SECOND)
-            if not ONCE and not _in_e4m3(DECODE):
-                second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
+                second = _next(loaded[c][1], made[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
+    else:
+        now = loaded[0]
+        # One step ahead where x is few words, or codes take no room but their own: else no registers are left for it.
+        AHEAD: tl.constexpr = _in_e4m3(DECODE) or (_rounds(DECODE, ROUNDED) and A <= 2)
+        for start in range(0, K, 32 * RUNS):
+            here = _x_made(_x_loaded(x, start, K, RUNS, DECODE), x, RUNS, ROUNDED, DECODE, SECOND)
+            then = now
+            if AHEAD:
+                then = load_both(matrices, rows, start + 32 * RUNS, K, RUNS, DECODE, SECOND)
+            total = _next(now[0], here[0], start, total, ROUNDED, DECODE)
+            if SECOND is not None:
+                second = _next(now[1], here[1], start, second, ROUNDED, SECOND)
+            if not AHEAD:
+                then = load_both(matrices, rows, start + 32 * RUNS, K, RUNS, DECODE, SECOND)
+            now = then
     if len(total.shape) == 4:
         total = tl.sum(total, 3)
     if len(second.shape) == 4:
         second = tl.sum(second, 3)
-    return tl.sum(total, 1), tl.sum(second, 1)
+    return tl.sum(total, 0), tl.sum(second, 0)
 
 
 # ---- Tiles of numbers for products ----
@@ -800,11 +950,11 @@ def _four_numbers(codes, scale, offset, DECODE: tl.constexpr):
 def decode_rows(loaded, start, dtype: tl.constexpr, DECODE: tl.constexpr):
     """What `load_runs` loaded from ``start`` on of one matrix's rows, as numbers: [rows, 32 * runs] of ``dtype``."""
     q, high, of_run, strip = loaded
-    RUNS: tl.constexpr = q.shape[1]
+    RUNS: tl.constexpr = q.shape[0]
     N: tl.constexpr = q.shape[2]
     BASE: tl.constexpr = base_bits(DECODE)
     SLOTS: tl.constexpr = 8 // BASE
-    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[None, :, None]
+    i = ((start // 32 + tl.arange(0, RUNS)) % 8).to(tl.uint32)[:, None, None]
     scale_a, offset_a, scale_b, offset_b = DECODE(of_run, strip, i)
     scale, offset = factors(scale_a, offset_a, DECODE, HAS_ASM)
     scale, offset = scale[:, :, :, None], offset[:, :, :, None]
@@ -817,19 +967,19 @@ def decode_rows(loaded, start, dtype: tl.constexpr, DECODE: tl.constexpr):
     codes = word_codes(q, _for_words(high, DECODE), word, DECODE)
     if _signed(DECODE):
         codes = _without_signs(codes)
-    # [1, RUNS, N, base, 2, 2] of each slot
+    # [RUNS, 1, N, base, 2, 2] of each slot
     found = _four_numbers(codes[0], scale, offset, DECODE).to(dtype)
     if SLOTS == 1:
-        found = tl.permute(found, [0, 2, 1, 3, 4, 5])
+        found = tl.permute(found, [1, 2, 0, 3, 4, 5])
     elif SLOTS == 2:
         found = tl.join(found, _four_numbers(codes[1], scale, offset, DECODE).to(dtype))
-        found = tl.permute(found, [0, 2, 1, 3, 6, 4, 5])
+        found = tl.permute(found, [1, 2, 0, 3, 6, 4, 5])
     else:
         second = _four_numbers(codes[1], scale, offset, DECODE).to(dtype)
         third = _four_numbers(codes[2], scale, offset, DECODE).to(dtype)
         fourth = _four_numbers(codes[3], scale, offset, DECODE).to(dtype)
         found = tl.join(tl.join(found, second), tl.join(third, fourth))
-        found = tl.permute(found, [0, 2, 1, 3, 7, 6, 4, 5])
+        found = tl.permute(found, [1, 2, 0, 3, 7, 6, 4, 5])
     return tl.reshape(found, [N, 32 * RUNS])
 
 
@@ -844,7 +994,7 @@ def _without_signs(codes):
 
 @triton.jit
 def _for_words(high, DECODE: tl.constexpr):
-    """Words of the high plane [A, RUNS, B] beside words of the base plane."""
+    """Words of the high plane [RUNS, A, B] beside words of the base plane."""
     found = ()
     if high_bits(DECODE) == 1:
         found = (high[0][:, :, :, None],)

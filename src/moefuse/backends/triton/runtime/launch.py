@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -25,9 +25,16 @@ HAS_PDL = tl.constexpr(PDL)
 
 @triton.jit
 def wait():
-    """Everything the launches before wrote is visible after this."""
+    """Everything the launches before wrote is visible after this.
+
+    Gives 0, for addresses that loads written as instructions are not to have before.
+    """
+    zero = 0
     if HAS_PDL:
-        gdc_wait()
+        zero = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return zero
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capabi
 
 @dataclass(frozen=True)
 class Tile:
-    """One matrix product's tile. ``warps`` and ``stages`` are the compiler's num_warps and num_stages.
+    """One matrix product's tile. ``warps`` and ``stages`` are the compiler's num_warps and num_stages; of matrix-vector
+    products of blocks, stages are the chunks of K that may be loaded at once.
 
     ``copy_engine``: tiles of weights, and of rows that lie together, come by TMA (Hopper and later).
     """
@@ -88,8 +89,8 @@ def decode_up_tile(T: int, format: str = "") -> Tile:
         return Tile(1, 32, 256 if format else 64, 4, 1)
     if format == "FP8":  # many short programs: one begins to load while another multiplies
         return Tile(1, 4, 2048, 4, 1)
-    if format:
-        return Tile(1, 16, 1024, 4, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
+    if format:  # as many stages as chunks that are loaded at once
+        return Tile(1, 16, 1024, 8, 2) if T == 1 else Tile(1, 16, 512, 4, 1)
     return Tile(1, 8, 256, 4, 2 if T == 1 else 3)
 
 
@@ -99,10 +100,10 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
         return Tile(1, 16, 256 if format else 64, 4, 1)
     slots = block_of(top_k, 1)
     if format:
-        n = min(8, max(1, 64 // slots))
+        few = min(8, max(1, 64 // slots))
         if format == "FP8":
-            return Tile(1, n, 256, 8 if results <= 2 * _SMALL_CARD * n else 4, 1)
-        return Tile(1, n, 512, 8, 1)
+            return Tile(1, few, 256, 8 if results <= 2 * _SMALL_CARD * few else 4, 1)
+        return Tile(1, few, 256, 8, 4)
     n = 4 if slots <= 8 else 2
     # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.

@@ -89,7 +89,9 @@ class Product:
         return product_tile(self.load, self.itemsize, self.gated, device, self.format)
 
     def fits(self, tile: Tile, device: torch.device) -> bool:
-        """Whether the card's shared memory holds the tile."""
+        """Whether the card's shared memory holds the tile; registers hold blocks of a matrix-vector product."""
+        if self.decodes and self.format:
+            return True
         at_once = block_of(self.top_k, 1) if self.role == "decode down" else 1
         return at_once * tile.shared_bytes(self.itemsize, self.gated, self.format) <= shared_limit(device)
 
