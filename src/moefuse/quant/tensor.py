@@ -151,7 +151,7 @@ class QuantTensor:
         """In the file's order on another device: rearranged by the GPU, which is faster, some matrices at a time."""
         made = torch.empty(self.blocks.shape, dtype=torch.uint8, device=device)
         most = max(1, _MOVED * len(self) // max(1, self.nbytes)) if self.dim() > 2 else max(1, len(self))
-        for into, part in zip(made.split(most), self.blocks.split(most), strict=True):
+        for into, part in zip(torch.split(made, most), torch.split(self.blocks, most), strict=True):
             into.copy_(rearranged(part, self.format, self.arrangement, FILE))
         return replace(self, blocks=made, arrangement=FILE)
 
