@@ -95,7 +95,10 @@ def _round_kernel(
 
 
 class Form(NamedTuple):
-    """What the product is compiled for, besides its activation. ``turned``: up rows lie before gate rows."""
+    """What the product is compiled for, besides its activation. ``turned``: up rows lie before gate rows.
+
+    ``scatter``: never; `finish` asks for it.
+    """
 
     n: int
     k: int
@@ -104,6 +107,7 @@ class Form(NamedTuple):
     programs: int
     width: int
     stages: int
+    scatter: bool = False
 
 
 @gluon.constexpr_function
