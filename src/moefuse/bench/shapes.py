@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moefuse.quant.formats import format_of, plain_name
 from moefuse.quant.arrange import INTERLEAVED, STRIPS_RULE, can_interleave
+from moefuse.quant.formats import format_of, plain_name
 from moefuse.quant.tensor import format_in, order_in, spec_of
 from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 

@@ -595,9 +595,6 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
         found = tl.zeros(shape, tl.int32)
         for s in tl.static_range(SLOTS):
             found = _dot4(codes[s], x[s], found, SIGNED)
-    elif _in_e4m3(DECODE):
-        a, b, c, d = _four_e4m3(codes[0])
-        found = a * x[0][0] + b * x[1][0] + c * x[2][0] + d * x[3][0]
     else:
         found = tl.zeros(shape, tl.float32)
         for s in tl.static_range(SLOTS):
@@ -607,6 +604,27 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
                 if SIGNED:
                     number -= 128.0
                 found += number * x[i][s]
+    return found
+
+
+@triton.jit
+def _four_words(x):
+    """Words [A, RUNS, B, 8] by fours, which a thread has together: four of [A, RUNS, B, 2]."""
+    return _four(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, 2, 2]))
+
+
+@triton.jit
+def _e4m3_sums(codes, x):
+    """Codes in words [A, RUNS, B, 8] times x, as `_x_exact` gives it: [A, RUNS, B, 2] float32."""
+    words = _four_words(codes)
+    x0, x1, x2, x3 = _four_words(x[0][0]), _four_words(x[1][0]), _four_words(x[2][0]), _four_words(x[3][0])
+    found = tl.zeros(words[0].shape, tl.float32)
+    for i in tl.static_range(4):
+        a, b, c, d = _four_e4m3(words[i])
+        found += a * x0[i]
+        found += b * x1[i]
+        found += c * x2[i]
+        found += d * x3[i]
     return found
 
 
@@ -643,8 +661,31 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    """Likewise of codes in e4m3; ``total`` [A, RUNS, B, 2] is of what one thread loads."""
+    q, _, of_run, strip = loaded
+    slots, factor, _ = x
+    scale, _, _, _ = DECODE(of_run, strip, 0)
+    return total + (scale * factor)[:, :, :, None] * _e4m3_sums(q, slots)
+
+
+@triton.jit
 def _x_for(x, A: tl.constexpr, RUNS: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
     return (_x_rounded if _rounds(DECODE, ROUNDED) else _x_exact)(x, A, RUNS, base_bits(DECODE), sub_values(DECODE))
+
+
+@triton.jit
+def _next(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    return (_e4m3_step if _in_e4m3(DECODE) else _step)(loaded, x, start, total, ROUNDED, DECODE)
+
+
+@triton.jit
+def _no_sums(A: tl.constexpr, RUNS: tl.constexpr, B: tl.constexpr, DECODE: tl.constexpr):
+    if DECODE is not None and _in_e4m3(DECODE):
+        found = tl.zeros([A, RUNS, B, 2], tl.float32)
+    else:
+        found = tl.zeros([A, RUNS, B], tl.float32)
+    return found
 
 
 @triton.jit
@@ -671,18 +712,28 @@ def row_products(
     row, second_row = rows
     A: tl.constexpr = x_ptr.shape[0]
     B: tl.constexpr = row.shape[1]
-    total = tl.zeros([A, RUNS, B], tl.float32)
-    second = tl.zeros([A, RUNS, B], tl.float32)
+    total = _no_sums(A, RUNS, B, DECODE)
+    second = _no_sums(A, RUNS, B, SECOND)
     for start in range(0, 32 * RUNS if ONCE else K, 32 * RUNS):
+        now, second_now = loaded, second_loaded
+        # Codes in e4m3 leave registers to ask for the next ones before these are multiplied.
+        if not ONCE and _in_e4m3(DECODE):
+            loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
+            if SECOND is not None:
+                second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
         numbers = _x_runs(x_ptr, start, K, stride, RUNS)
-        total = _step(loaded, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
-        if not ONCE:
+        total = _next(now, _x_for(numbers, A, RUNS, ROUNDED, DECODE), start, total, ROUNDED, DECODE)
+        if not ONCE and not _in_e4m3(DECODE):
             loaded = load_runs(matrix, row, start + 32 * RUNS, K, RUNS, DECODE)
         if SECOND is not None:
             x = _x_for(numbers, A, RUNS, ROUNDED, SECOND)
-            second = _step(second_loaded, x, start, second, ROUNDED, SECOND)
-            if not ONCE:
+            second = _next(second_now, x, start, second, ROUNDED, SECOND)
+            if not ONCE and not _in_e4m3(DECODE):
                 second_loaded = load_runs(second_matrix, second_row, start + 32 * RUNS, K, RUNS, SECOND)
+    if len(total.shape) == 4:
+        total = tl.sum(total, 3)
+    if len(second.shape) == 4:
+        second = tl.sum(second, 3)
     return tl.sum(total, 1), tl.sum(second, 1)
 
 
