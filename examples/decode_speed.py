@@ -236,7 +236,7 @@ def profile(args: argparse.Namespace, contest: Contest) -> None:
     """Kernels of one captured step. Their times hold the wait for what comes before, as launches overlap."""
     step: object = contest.kept["captured"]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step.graph.replay()  # type: ignore[attr-defined]
+        step.replay()  # type: ignore[attr-defined]
         torch.cuda.synchronize()
     rows = sorted(found.key_averages(), key=lambda row: -row.device_time_total)
     launches = sum(row.count for row in rows)

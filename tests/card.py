@@ -24,7 +24,8 @@ from typing import Any
 
 #: section -> the seconds that each of its jobs may take
 SECTIONS = {
-    "cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "invariant": 420, "sanitize": 420,
+    "cases": 300, "strange": 300, "compile": 300, "graphs": 150, "hopper": 150, "invariant": 420, "placed": 150,
+    "sanitize": 420,
 }  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -460,9 +461,119 @@ def invariant(arguments: dict[str, str]) -> Iterator[Check]:
         yield f"batch {number}", lambda call=call: told(call())
 
 
+def placed(arguments: dict[str, str]) -> Iterator[Check]:
+    """Experts in RAM and in slots, on real streams, while they move; and a model with them, captured."""
+    steps = int(arguments["steps"])
+    for words in ("auto", "cpu") if "models" in arguments else ():
+        for streams in (False, True) if words == "auto" else (False,):
+            name = f"a model, experts={words!r}{', prompts streamed' if streams else ''}"
+            yield name, lambda words=words, streams=streams: placed_model(words, streams)
+    for kind in ("Q4_K:interleaved", "bfloat16", "float32", "Q4_K", "Q8_0"):
+        for slots in (3, 0):
+            for streams in (False, True):
+                name = f"{kind}, {slots} of 8 in slots, {'streamed' if streams else 'together'}"
+                yield name, lambda kind=kind, slots=slots, streams=streams: placed_layer(kind, slots, streams, steps)
+
+
+def rates_for(streams: bool) -> Any:
+    """A machine on which long calls stream, or one on which they never do."""
+    from moefuse.nn.rates import Rates
+
+    return Rates(1e15, 1e15, 1.0, 1.0) if streams else Rates(1.0, 1.0, 1e12, 1e15)
+
+
+def placed_layer(kind: str, slots: int, streams: bool, steps: int) -> str | None:
+    """Calls whose experts change half way, so that others move in; all are launched before any is looked at."""
+    import torch
+
+    import moefuse
+    from moefuse.nn import Placement, placement
+    from moefuse.types import Activation, Stacks
+
+    torch.manual_seed(SEED)
+    E, H = 8, 256
+    format, _, order = kind.partition(":")
+    dtype = getattr(torch, kind, torch.bfloat16)  # blocks with float32 compile for minutes
+    made: list[Any] = [torch.randn(E, H, H) / 16 for _ in range(3)]
+    wide = [stack.to(dtype).double() for stack in made]
+    if hasattr(torch, kind):
+        made = [stack.to(dtype) for stack in made]
+    else:
+        made = [moefuse.quantize(stack, format).arranged(order) for stack in made]
+        wide = [stack.dequantize().double() for stack in made]
+    gate, up, down = wide
+    placement.GROUP, placement.rates_of = 3 * 4 * 3 * H * H, lambda _: rates_for(streams)  # type: ignore[assignment]
+    owner = Placement("auto")
+    owner.budget, owner.room = 2**40, 0
+    layer = owner.take("experts", Stacks(*made), Activation("silu"))
+    owner._set_slots(slots)
+    calls = []
+    with torch.no_grad():
+        for step in range(steps):
+            T = (1, 3, 40)[step % 3]
+            ids = (torch.randint(-1, 4, (T, 3)) + (4 if step > steps // 2 else 0)).int()
+            x, weights = torch.randn(T, H).to(dtype), torch.rand(T, 3)
+            calls.append((layer(x.to(device()), ids.to(device()), weights.to(device())), x, ids, weights))
+    with owner.still():
+        pass
+    if slots == 3 and not layer.residency.moves:
+        return "nothing moved"
+    # With blocks both products round their rows to 8 bits.
+    allowed = {torch.float32: 2e-5}.get(dtype, 2e-2 if hasattr(torch, kind) else 4e-2)
+    for have, x, ids, weights in calls:
+        want = moefuse.experts(x.double(), ids, weights.double(), (gate, up), down, backend="reference")
+        wrong = close("out", have.cpu(), want, allowed)
+        if wrong:
+            return wrong
+    return None
+
+
+def placed_model(words: str, streams: bool) -> str | None:
+    """Logits of a captured step are those of the same step uncaptured, and text that of the model without placement."""
+    import copy
+
+    import torch
+
+    import moefuse.hf
+    from moefuse.hf.capture import Step
+    from moefuse.nn import Placement, placement
+
+    placement.LEAST_ROOM = 0
+    placement.GROUP, placement.rates_of = 2**14, lambda _: rates_for(streams)  # type: ignore[assignment]
+    torch.manual_seed(SEED)
+    base = make_model("stock", torch.float32).cpu()
+    plain = copy.deepcopy(base).to(device())
+    experts = sum(p.nbytes for name, p in base.named_parameters() if ".experts." in name)
+    others = sum(p.nbytes for p in base.parameters()) - experts
+    taken = torch.cuda.memory_allocated() if device() == "cuda" else 0
+    owner = Placement(words, (taken + others + experts // 2) * 8 // 7)
+    owner.accelerator.limit = lambda _: None  # torch takes memory by megabytes, more than this model
+    moefuse.hf.patch(base, experts=owner)
+    if owner.slots == 0 and words == "auto":
+        return "the model got no slots"
+    options = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": 0}
+    ids = torch.randint(1, 128, (1, 9), device=device())
+    said = moefuse.hf.capture(base, 1, max_length=120)
+    have, want = base.generate(ids, **options), plain.generate(ids, **options)
+    if not torch.equal(have, want):
+        return f"{said}; tokens differ: {have.tolist()} for {want.tolist()}"
+    with torch.no_grad(), owner.still():  # what moves changes bits
+        step = Step(base, 1, 120)
+        tokens, logits = torch.randint(0, 128, (50, 1), device=device()), []
+        for graph in (step.logits, None):
+            step.logits = graph
+            step.prefill(ids, None)
+            logits.append(torch.stack([step(token).clone() for token in tokens]))
+    captured, uncaptured = logits
+    if not torch.equal(captured, uncaptured):
+        return "the captured step's logits are not the uncaptured one's"
+    moefuse.hf.unpatch(base)
+    return None if base.device.type == "cpu" else "unpatch left the model on the GPU"
+
+
 CHECKS: dict[str, Callable[[dict[str, str]], Iterator[Check]]] = {
     "cases": table, "strange": table, "compile": compiled, "generate": generated, "graphs": graphs, "hopper": hopper,
-    "invariant": invariant, "sanitize": table,
+    "invariant": invariant, "placed": placed, "sanitize": table,
 }  # fmt: skip
 
 
@@ -528,6 +639,10 @@ def jobs(sections: list[str], dry: bool, batches: int) -> Iterator[Job]:
             for seed in range(1 if dry else 4):
                 arguments = {"dtype": dtype, "batches": "4" if dry else str(batches // 4), "seed": str(seed), **few}
                 yield Job("invariant", f"invariant-{dtype}-{seed}", arguments)
+    if "placed" in sections and not dry:
+        sanitized = ("compute-sanitizer", "--tool", "memcheck")
+        yield Job("placed", "placed", {"steps": "120", "models": "1"})
+        yield Job("placed", "placed-memcheck", {"steps": "12"}, sanitized, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     if "sanitize" in sections and not dry:
         for tool in CLEAN:
             for part in range(SANITIZED_SLICES):
@@ -580,7 +695,7 @@ def run_job(job: Job, out: Path, ends: float, per_job: float) -> list[dict[str, 
                 with report.open("a", encoding="utf-8") as file:
                     record = {"done": line["begun"], "name": line["name"], "wrong": f"the process ended with {code}"}
                     file.write(json.dumps(record) + "\n")
-    if job.section == "sanitize":
+    if job.prefix:
         text = log.read_text(encoding="utf-8", errors="replace")
         tool = job.prefix[2]
         clean = CLEAN[tool] in text

@@ -4,11 +4,11 @@
 MOEFUSE_BACKEND        backend for every op that is not given ``backend=``: cpu, triton, metal,
                        or reference; read once
 MOEFUSE_INVARIANT      1: as if the whole program ran inside ``moefuse.invariant()``
-MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avx2 or portable
+MOEFUSE_CPU_ISA        instruction set of the CPU kernels: avx512bf16, avx512vnni, avx512, avxvnni, avx2 or portable
 MOEFUSE_IK_LLAMA       libggml.so of ik_llama.cpp, for ``moefuse bench --against ik-llama``
 CXX                    compiler of the Metal simulator; default g++
-MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, and what the
-                       Metal simulator compiles
+MOEFUSE_CACHE          folder for what can be made again: tiles found by ``moefuse tune``, rates of
+                       bus and CPU, and what the Metal simulator compiles
 XDG_CACHE_HOME         without MOEFUSE_CACHE, that folder is moefuse below this one; default ~/.cache
 TRITON_INTERPRET       Triton's own: 1 runs its kernels in an interpreter on the processor
 ONEDNN_MAX_CPU_ISA     not ours: oneDNN's cap, which `cap_onednn` sets where AMX traps

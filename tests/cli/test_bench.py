@@ -132,6 +132,16 @@ def test_blocks_by_any_spelling() -> None:
         assert words in output
 
 
+def test_interleaved_blocks_beside_those_of_a_file() -> None:
+    """Where the device reads them so; the reference opens them, and both are held to float64."""
+    for backend in ("cpu", "reference"):
+        formats = "Q4_K:interleaved,Q4_K,q8_0:interleaved:exact"
+        code, output = invoke(*WHOLE, *QUICK, "--against", "none", "--weights", formats, "--backend", backend)
+        assert code == 0, output
+        assert "Q4_K:interleaved" in output
+        assert "Q8_0:interleaved:exact" in output
+
+
 def test_formats_beside_each_other(tmp_path: Path) -> None:
     """Each with its bits, its floor and its time over that of numbers in the same run."""
     figures = tmp_path / "bench.json"
@@ -241,6 +251,7 @@ def test_unknown_names_list_the_valid_ones(words: list[str], named: tuple[str, .
         ([*SIZES, "--weights", "Q9_9"], "Q4_K"),
         ([*SIZES, "--weights", "Q8_0/Q8_0/Q8_0"], "gate_up"),
         ([*WHOLE, "--weights", "all:bf16"], "bf16"),
+        ([*WHOLE, "--weights", "FP8:interleaved"], "not in FP8"),
         ([*SIZES, "--weights", "all"], "rows of 48 and 32"),
         ([*WHOLE, "--weights", "Q8_0,Q4_0", "--plot", "x.png"], "one format"),
         (["--case", "experts/few", "--weights", "Q8_0"], "not both"),

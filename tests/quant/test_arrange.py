@@ -234,7 +234,8 @@ def test_specs(rng: torch.Generator) -> None:
             assert (again.format, again.exact, again.arrangement) == ("Q6_K", exact, order)
             assert format_in(made.spec) == "Q6_K"
             assert in_file_order(made.spec) == stack.exactly(exact).spec
-    with pytest.raises(ValueError, match="may end in :exact, got 'q6_k:planes'"):
+    assert spec_of("q6_k:Interleaved:exact") == "Q6_K:interleaved:exact"
+    with pytest.raises(ValueError, match="may end in :interleaved, :exact or :interleaved:exact, got 'q6_k:planes'"):
         spec_of("q6_k:planes")
 
 

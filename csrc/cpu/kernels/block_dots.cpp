@@ -1,9 +1,10 @@
 // Products with weights in GGUF blocks, for one instruction set; MOEFUSE_ISA names it and the flags define it.
 //
-// dots(a [M] packed rows, w [N] rows of blocks, z [M, ldz]). With VNNI weights are multiplied with every row of
-// activations while they are in registers (register_dots.h). Without it, and in f32, panels of kLanes weight rows are
-// decoded, kUnit elements at a time, into L1; few rows of activations are multiplied with weights as they lie, and only
-// sums are transposed (panel_dots.h). Always a lane is a weight row and products of a group are added up as whole
+// dots(a [M] packed rows, w [N] rows of blocks, z [M, ldz]). Interleaved rows are multiplied with a few rows of
+// activations straight from registers (group_dots.h). In the file's order AVX-512 decodes as many weights as its
+// registers hold and multiplies these with every row (register_dots.h). Else, and in f32, panels of kLanes weight rows
+// are decoded, kUnit elements at a time, into L1; few rows of activations are multiplied with weights as they lie, and
+// only sums are transposed (panel_dots.h). Always a lane is a weight row and products of a group are added up as whole
 // numbers, so that a sum has the same bits whatever M, N and the tile.
 //
 // As in kernels.cpp, nothing here may call a template or inline function of the standard library.
@@ -15,6 +16,7 @@
 #include "simd_portable.h"
 #endif
 
+#include "group_dots.h"
 #ifdef __AVX512VNNI__
 #include "register_dots.h"
 #else
@@ -133,6 +135,7 @@ void expand(const Panel* panels, int64_t k, float* w) {
 template <class F>
 struct Exact {
   static constexpr int64_t kUnitBytes = kUnit * 4;
+  static constexpr bool kRaises = false;
   alignas(64) float w[kUnit * kWidth];
 
   template <int C>
@@ -158,15 +161,26 @@ void row_tile(const Product& product, const Panel* panels, const char* const* a,
 }
 
 // Decodes the blocks of one unit, or of what is left of a row.
-template <class F, class Source>
+template <class F, bool Raises, class Source>
 inline void decode_unit(const Source& from, int64_t at, int64_t k, const char* ahead, Panel& to) {
-  constexpr int64_t kGroups = F::kSize / F::kGroup;
+  constexpr int64_t kGroups = F::kSize / F::kGroup, kSteps = F::kSize / 4;
   for (int64_t b = 0; b < k / F::kSize; ++b) {
     F::head(from, at, {to.d + b, to.scale + b * kGroups, to.offset + b * kGroups});
-    each_chunk<F>([&]<int C>() {
-      fetch<F, kLanes, C>(ahead);
-      F::template chunk<C>(from, at, to.q + b * F::kSize / 4 + 4 * F::first_slice(C));
-    });
+    if constexpr (Source::kInterleaved) {
+      each_repeat<F>([&](int64_t part) __attribute__((always_inline)) {
+        constexpr int64_t kPart = kSteps / F::kRepeats;
+        fetch<F, kLanes, F::kRepeats>(ahead, part);
+        each<kPart>([&]<int I>() __attribute__((always_inline)) {
+          to.q[b * kSteps + part * kPart + I] = F::template step<I>(from, at, part);
+        });
+      });
+    } else {
+      each_chunk<F>([&]<int C>() {
+        fetch<F, kLanes, F::kChunks>(ahead, C);
+        F::template chunk<C>(from, at, to.q + b * kSteps + 4 * F::first_slice(C));
+      });
+    }
+    for (int64_t i = b * kSteps; Raises && i < (b + 1) * kSteps; ++i) to.q[i] ^= repeat(0x80);
     at += F::kBytes;
     ahead = behind(ahead, kLanes * F::kBytes);
   }
@@ -177,7 +191,8 @@ template <class F, class Source, class Product, int C>
 void unit(Product& product, Panel* panels, const Source* from, int64_t unit_at, const char* ahead,
           const char* const* a, int64_t rows, int64_t k, float (*z)[kWidth]) {
   for (int c = 0; c < C; ++c) {
-    decode_unit<F>(from[c], unit_at, k, behind(ahead, c * kLanes * k / F::kSize * F::kBytes), panels[c]);
+    const char* next = behind(ahead, c * kLanes * k / F::kSize * F::kBytes);
+    decode_unit<F, Product::kRaises>(from[c], unit_at, k, next, panels[c]);
   }
   product.template prepare<C>(panels, k);
   int64_t tiles = (rows + kTileHeight - 1) / kTileHeight;
@@ -234,8 +249,11 @@ void dots(const Dots& d) {
 
 template <class F, class Source>
 void integer_dots(const Dots& d) {
+  if constexpr (Source::kInterleaved && kMostTiledRows<F> > 0) {
+    if (d.M <= kMostTiledRows<F>) return group_dots<F>(d);
+  }
 #ifdef __AVX512VNNI__
-  register_dots<F, Source>(d);
+  if constexpr (!Source::kInterleaved) register_dots<F>(d);
 #else
   if constexpr (!Source::kInterleaved) {
     if (d.M <= kMostRows<F>) return slice_dots<F>(d);
@@ -258,29 +276,44 @@ inline void decode_block(const Source& from, int64_t at, int64_t live, float* ou
     store(factors[g], F::kScales ? d * to_float(low_halves(scale[g])) : d);
     if constexpr (F::kHasOffsets) store(offsets[g], offset[g]);
   }
-  each_chunk<F>([&]<int C>() __attribute__((always_inline)) {
-    Bytes q[4 * ((F::kChunkSlices - 1) * F::kChunkStep + 1)];
-    F::template chunk<C>(from, at, q);
-#pragma GCC unroll 4
-    for (int s = 0; s < F::kChunkSlices; ++s) {
-      int slice = F::first_slice(C) + s * F::kChunkStep, g = slice * 16 / F::kGroup;
-      if constexpr (Source::kInterleaved) transpose4(q + 4 * s * F::kChunkStep);
+  // Slice n of every row: q[j] has that of row j and, in longer vectors, of row j + 4 behind it.
+  auto write = [&](const Bytes* q, int64_t n) __attribute__((always_inline)) {
+    int64_t g = n * 16 / F::kGroup;
 #pragma GCC unroll 8
-      for (int l = 0; l < kLanes; ++l) {
-        if (l >= live) break;
-        Vec v[kVecs];
-        widen_slice<F::kSigned>(q[4 * s * F::kChunkStep + l % 4], l, v);
-        float* to = out + l * pitch + 16 * slice;
+    for (int l = 0; l < kLanes; ++l) {
+      if (l >= live) break;
+      Vec v[kVecs];
+      widen_slice<F::kSigned>(q[l % 4], l, v);
+      float* to = out + l * pitch + 16 * n;
 #pragma GCC unroll 4
-        for (int i = 0; i < kVecs; ++i) {
-          if constexpr (F::kCentre > 0) v[i] = v[i] - splat(F::kCentre);
-          v[i] = v[i] * splat(factors[g][l]);
-          if constexpr (F::kHasOffsets) v[i] = v[i] + splat(offsets[g][l]);
-          store(to + i * kLanes, v[i]);
-        }
+      for (int i = 0; i < kVecs; ++i) {
+        if constexpr (F::kCentre > 0) v[i] = v[i] - splat(F::kCentre);
+        v[i] = v[i] * splat(factors[g][l]);
+        if constexpr (F::kHasOffsets) v[i] = v[i] + splat(offsets[g][l]);
+        store(to + i * kLanes, v[i]);
       }
     }
-  });
+  };
+  if constexpr (Source::kInterleaved) {
+    each_repeat<F>([&](int64_t repeat) __attribute__((always_inline)) {
+      constexpr int kSlices = F::kSize / 16 / F::kRepeats;
+      each<kSlices>([&]<int S>() __attribute__((always_inline)) {
+        Bytes q[4] = {F::template step<4 * S>(from, at, repeat), F::template step<4 * S + 1>(from, at, repeat),
+                      F::template step<4 * S + 2>(from, at, repeat), F::template step<4 * S + 3>(from, at, repeat)};
+        transpose4(q);
+        write(q, repeat * kSlices + S);
+      });
+    });
+  } else {
+    each_chunk<F>([&]<int C>() __attribute__((always_inline)) {
+      Bytes q[4 * ((F::kChunkSlices - 1) * F::kChunkStep + 1)];
+      F::template chunk<C>(from, at, q);
+#pragma GCC unroll 4
+      for (int s = 0; s < F::kChunkSlices; ++s) {
+        write(q + 4 * s * F::kChunkStep, F::first_slice(C) + s * F::kChunkStep);
+      }
+    });
+  }
 }
 
 template <class F, class Source>

@@ -2,8 +2,9 @@
 //
 // All come down to one form, w[k] = d * scale[g] * (q[k] - centre) + offset[g]: q is a byte, g the group of 16 or 32
 // that k falls in, d a number per block, scale an integer or always 1, and either the centre or the offsets are zero. A
-// format reads the block at `at` of each row and nothing beyond it: `head` its numbers, `chunk<C>` some slices of 16
-// elements.
+// format reads the block at `at` of each row and nothing beyond it: `head` its numbers; `chunk<C>` some slices of 16
+// elements of rows in the file's order; `step<I>` elements 4 I to 4 I + 3 of interleaved ones, counted from one of the
+// kRepeats parts of a block that are decoded alike.
 #pragma once
 
 #include "kernels.h"
@@ -63,14 +64,10 @@ inline Words load_fields(const char* const* rows, int64_t at) {
   return out;
 }
 
-// Bit k of each lane as the fifth bit of element k of a group of 32, a lane to a row.
-inline void add_fifth_bits_of(Words high, Bytes* q) {
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; ++j) {
-    // The multiplication puts bit i of the nibble at the bottom of byte i.
-    Words spread = (((high >> (4 * j)) & 0xfu) * 0x00204081u) & 0x01010101u;
-    q[j] |= bytes(spread << 4);
-  }
+// Bits 4 I to 4 I + 3 of each lane as the fifth bits of its bytes.
+inline Bytes fifth_bits(Words high, int i) {
+  // The multiplication puts bit i of the nibble at the bottom of byte i.
+  return bytes(((((high >> (4 * i)) & 0xfu) * 0x00204081u) & 0x01010101u) << 4);
 }
 
 // Rows of blocks, wherever each lies: their factors and fields, a lane to a row. They are those from w[n] on, where w[0]
@@ -96,7 +93,11 @@ struct Columns : Rows {
   inline __attribute__((always_inline)) void load(int64_t at, Bytes* out) const { load_columns(rows, at, out); }
   void load_head(int64_t at, Bytes* out) const { load(at, out); }
   void load_again(int64_t at, Bytes* out) const { load(at, out); }
-  void add_fifth_bits(int64_t at, Bytes* q) const { add_fifth_bits_of(fields<uint32_t>(at), q); }
+  void add_fifth_bits(int64_t at, Bytes* q) const {
+    Words high = fields<uint32_t>(at);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) q[j] |= fifth_bits(high, j);
+  }
 };
 
 // The same where kStripRows rows lie interleaved: of every field all rows' first words, then all their second ones. A
@@ -109,12 +110,15 @@ struct Interleaved {
   Interleaved() = default;
   Interleaved(const char* const* w, int64_t n, int64_t n0) : strip(w[n]), lane((n0 + n) % kStripRows) {}
 
-  inline __attribute__((always_inline)) void load(int64_t at, Bytes* out) const {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) __builtin_memcpy(out + j, strip + kStripRows * (at + 4 * j) + 4 * lane, sizeof(Bytes));
+  inline __attribute__((always_inline)) Bytes word(int64_t at) const {
+    Bytes out;
+    __builtin_memcpy(&out, strip + kStripRows * at + 4 * lane, sizeof out);
+    return out;
   }
-  void load_head(int64_t at, Bytes* out) const { load(at, out); }
-  void load_again(int64_t at, Bytes* out) const { load(at, out); }
+  void load_head(int64_t at, Bytes* out) const {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) out[j] = word(at + 4 * j);
+  }
 
   Vec halves(int64_t at) const { return load_f16(strip + kStripRows * at + 2 * lane); }
   template <class Field>
@@ -124,7 +128,6 @@ struct Interleaved {
     __builtin_memcpy(&raw, strip + kStripRows * at + static_cast<int64_t>(sizeof(Field)) * lane, sizeof raw);
     return __builtin_convertvector(raw, Words);
   }
-  void add_fifth_bits(int64_t at, Bytes* q) const { add_fifth_bits_of(fields<uint32_t>(at), q); }
 };
 
 // Bytes as they lie: q[4s + j] has slice s of row j and, in longer vectors, of row j + 4 behind it.
@@ -170,11 +173,30 @@ struct Block {
       to.d[0] = from.halves(at);
     }
   }
+  static constexpr int kRepeats = 1;
   static constexpr int kChunks = 1;
   static constexpr int kChunkSlices = 2;
   static constexpr int kChunkStep = 1;  // from slice to slice
   static constexpr int first_slice(int) { return 0; }
 };
+
+// run.template operator()<I>() for every I below End.
+template <int End, int I = 0, class Run>
+inline __attribute__((always_inline)) void each(const Run& run) {
+  if constexpr (I < End) {
+    run.template operator()<I>();
+    each<End, I + 1>(run);
+  }
+}
+
+// run(part) for every part of a block. Not unrolled: code for a whole block does not stay in the caches of instructions,
+// and a Zen 5, whose two threads share them, took up to 1.6 times as long.
+template <class F, class Run>
+inline __attribute__((always_inline)) void each_repeat(const Run& run) {
+  int64_t repeats = F::kRepeats;
+  if (F::kRepeats > 1) asm("" : "+r"(repeats));
+  for (int64_t part = 0; part < repeats; ++part) run(part);
+}
 
 // run.template operator()<C>() for every chunk C of a block.
 template <class F, int C = 0, class Run>
@@ -195,10 +217,21 @@ inline void load_nibbles(Source& from, int64_t at, Bytes* q) {
   }
 }
 
+// Elements 4 I to 4 I + 3 of 16 bytes of nibbles.
+template <int I>
+inline Bytes nibbles(const Interleaved& from, int64_t at) {
+  Bytes raw = from.word(at + 4 * (I % 4));
+  return I < 4 ? raw & repeat(0x0f) : bits<4>(raw, 0x0f);
+}
+
 struct Q4_0 : Block<32, 18, 32, 8, 8, false> {
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 2, q);
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return nibbles<I>(from, at + 2);
   }
 };
 
@@ -206,6 +239,10 @@ struct Q4_1 : Block<32, 20, 32, 8, kOffsets, false> {
   template <int, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_nibbles(from, at + 4, q);
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return nibbles<I>(from, at + 4);
   }
 };
 
@@ -215,6 +252,10 @@ struct Q5_0 : Block<32, 22, 32, 8, 16, false> {
     load_nibbles(from, at + 6, q);
     from.add_fifth_bits(at + 2, q);
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return nibbles<I>(from, at + 6) | fifth_bits(from.fields<uint32_t>(at + 2), I);
+  }
 };
 
 struct Q5_1 : Block<32, 24, 32, 4, kOffsets, false> {
@@ -223,6 +264,10 @@ struct Q5_1 : Block<32, 24, 32, 4, kOffsets, false> {
     load_nibbles(from, at + 8, q);
     from.add_fifth_bits(at + 4, q);
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return nibbles<I>(from, at + 8) | fifth_bits(from.fields<uint32_t>(at + 4), I);
+  }
 };
 
 struct Q8_0 : Block<32, 34, 32, 1, 0, false> {
@@ -230,6 +275,10 @@ struct Q8_0 : Block<32, 34, 32, 1, 0, false> {
   static void chunk(Source& from, int64_t at, Bytes* q) {
     from.load(at + 2, q);
     from.load(at + 18, q + 4);
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return from.word(at + 2 + 4 * I);
   }
 };
 
@@ -247,9 +296,14 @@ struct IQ4_NL : Block<32, 18, 32, 1, 0, false> {
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_non_linear(from, at + 2, q);
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return look_up(reinterpret_cast<const uint8_t*>(kNonLinear), nibbles<I>(from, at + 2));
+  }
 };
 
 struct IQ4_XS : Block<256, 136, 32, 1, 0, true> {
+  static constexpr int kRepeats = 8;
   static constexpr int kChunks = 8;
   static constexpr int first_slice(int c) { return 2 * c; }
 
@@ -266,6 +320,10 @@ struct IQ4_XS : Block<256, 136, 32, 1, 0, true> {
   template <int C, class Source>
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_non_linear(from, at + 8 + 16 * C, q);
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    return look_up(reinterpret_cast<const uint8_t*>(kNonLinear), nibbles<I>(from, at + 8 + 16 * part));
   }
 };
 
@@ -285,11 +343,16 @@ struct MXFP4 : Block<32, 17, 32, 8, 12, false> {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) q[j] = look_up(kFloat4, q[j]);
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t) {
+    return look_up(kFloat4, nibbles<I>(from, at + 1));
+  }
 };
 
 // What Q4_K and Q5_K share: d and dmin, then eight 6-bit scales and eight 6-bit mins in 12 bytes; chunks of two groups.
 template <int64_t BlockBytes, int Span>
 struct ScalesAndMins : Block<256, BlockBytes, 32, Span, kOffsets, true> {
+  static constexpr int kRepeats = 4;
   static constexpr int kChunks = 4;
   static constexpr int kChunkSlices = 4;
   static constexpr int first_slice(int c) { return 4 * c; }
@@ -325,6 +388,11 @@ struct Q4_K : ScalesAndMins<144, 8> {
       }
     }
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    Bytes raw = from.word(at + 16 + 32 * part + 4 * (I % 8));
+    return I < 8 ? raw & repeat(0x0f) : bits<4>(raw, 0x0f);
+  }
 };
 
 struct Q5_K : ScalesAndMins<176, 4> {
@@ -343,11 +411,18 @@ struct Q5_K : ScalesAndMins<176, 4> {
       }
     }
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    Bytes raw = from.word(at + 48 + 32 * part + 4 * (I % 8));
+    Bytes high = bytes(words(from.word(at + 16 + 4 * (I % 8))) >> (2 * static_cast<uint32_t>(part)));
+    return I < 8 ? (raw & repeat(0x0f)) | bits<-4>(high, 0x10) : bits<4>(raw, 0x0f) | bits<-3>(high, 0x10);
+  }
 };
 
 // What Q6_K, Q2_K and Q3_K share: a chunk is 16 of each group of 32 in half of the block.
 template <int64_t BlockBytes, int Centre>
 struct Groups16 : Block<256, BlockBytes, 16, 4, Centre, true> {
+  static constexpr int kRepeats = 2;
   static constexpr int kChunks = 4;
   static constexpr int kChunkSlices = 4;
   static constexpr int kChunkStep = 2;
@@ -377,6 +452,13 @@ struct Q6_K : Groups16<210, 32> {
       q[16 + j] = bits<4>(first[j], 0x0f) | (high[j] & repeat(0x30));
       q[24 + j] = bits<4>(second[j], 0x0f) | bits<2>(high[j], 0x30);
     }
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    constexpr int kQuarter = I / 8;
+    Bytes raw = from.word(at + 64 * part + 32 * (kQuarter % 2) + 4 * (I % 8));
+    Bytes high = from.word(at + 128 + 32 * part + 4 * (I % 8));
+    return (kQuarter < 2 ? raw & repeat(0x0f) : bits<4>(raw, 0x0f)) | bits<2 * kQuarter - 4>(high, 0x30);
   }
 };
 
@@ -413,6 +495,10 @@ struct Q2_K : Groups16<84, kOffsets> {
   static void chunk(Source& from, int64_t at, Bytes* q) {
     load_crumbs(from, at + 16 + 16 * C, q);
   }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    return bits<2 * (I / 8)>(from.word(at + 16 + 32 * part + 4 * (I % 8)), 0x03);
+  }
 };
 
 struct Q3_K : Groups16<110, 4> {
@@ -440,6 +526,12 @@ struct Q3_K : Groups16<110, 4> {
       q[16 + j] |= bits<kGroup0>(high[j], 0x04);
       q[24 + j] |= bits<kGroup0 + 1>(high[j], 0x04);
     }
+  }
+  template <int I>
+  static Bytes step(const Interleaved& from, int64_t at, int64_t part) {
+    Bytes low = bits<2 * (I / 8)>(from.word(at + 32 + 32 * part + 4 * (I % 8)), 0x03);
+    Bytes high = bytes(words(from.word(at + 4 * (I % 8))) >> (4 * static_cast<uint32_t>(part)));
+    return low | bits<I / 8 - 2>(high, 0x04);
   }
 };
 

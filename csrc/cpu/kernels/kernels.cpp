@@ -19,6 +19,8 @@
 // Which build of block_dots.cpp the table takes: AVX-512 without VNNI has none of its own.
 #if defined(__AVX512VNNI__)
 #define MOEFUSE_BLOCKS avx512vnni
+#elif defined(__AVXVNNI__)
+#define MOEFUSE_BLOCKS avxvnni
 #elif defined(__AVX2__)
 #define MOEFUSE_BLOCKS avx2
 #else

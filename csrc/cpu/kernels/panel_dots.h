@@ -1,42 +1,16 @@
-// Integer products with blocks where products of bytes come in pairs of 16 bits: block_dots.cpp has the choice of these.
+// Integer products with blocks decoded into panels, and of few rows as they lie, for 8 lanes or fewer.
 #pragma once
 
 #include "groups.h"
 
 namespace moefuse::MOEFUSE_ISA {
 
-// Sums of products less the centre of every weight times its activation.
-template <class F>
-inline Shorts off_centre(Shorts pairs, const Group& group, int part) {
-  const int16_t* sides = group.sides[F::kGroup == kGroup ? 2 : part];
-  auto sums = reinterpret_cast<Shorts>(repeat4(reinterpret_cast<const char*>(sides)));
-  return add(pairs, sums * static_cast<int16_t>(-F::kCentre));
-}
-
-// Blocks with integer scales have one factor d: where there are no offsets, it is multiplied with the groups' sum.
-template <class F>
-constexpr bool kFactorLast = F::kScales && !F::kHasOffsets;
-
-// acc + what the sums of group g add to a row, but for a factor that comes last.
-template <class F>
-inline Vec add_group(Ints sums, const Group& group, int64_t g, const Vec* d, const Vec* offset, Vec acc) {
-  constexpr int kParts = kGroup / F::kGroup;
-  Vec scale = splat(group.scale);
-  if constexpr (kFactorLast<F>) return fma(to_float(sums), scale, acc);
-  acc = fma(to_float(sums) * scale, d[F::kScales ? 0 : g], acc);
-#pragma GCC unroll 2
-  for (int part = 0; F::kHasOffsets && part < kParts; ++part) {
-    acc = fma(splat(kParts == 1 ? group.sum : group.halves[part]), offset[g * kParts + part], acc);
-  }
-  return acc;
-}
-
 // The products of a span: step by step for all rows and panels, widened at the end.
 template <class F, int M, int C>
 inline __attribute__((always_inline)) void long_span(const Panel* panels, int64_t q, const char* const* rows,
-                                                     int64_t at, int part, Shorts (&pairs)[M][C]) {
+                                                     int64_t at, int part, Sums (&sums)[M][C]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < F::kSpan; ++i) {
+  for (int i = 0; i < kSpan<F>; ++i) {
     Bytes w[C];
 #pragma GCC unroll 3
     for (int c = 0; c < C; ++c) w[c] = panels[c].q[q + i];
@@ -45,58 +19,55 @@ inline __attribute__((always_inline)) void long_span(const Panel* panels, int64_
       Bytes x = repeat4(rows[m] + at + 4 * (q % (kGroup / 4) + i));
 #pragma GCC unroll 3
       for (int c = 0; c < C; ++c) {
-        Shorts product = pair_sums<F::kSigned>(w[c], x);
-        pairs[m][c] = i == 0 ? product : add(pairs[m][c], product);
-        keep(pairs[m][c]);
+        sums[m][c] = add_step<F>(sums[m][c], w[c], x, i == 0);
+        keep(sums[m][c]);
       }
     }
   }
-  if constexpr (F::kCentre > 0) {
 #pragma GCC unroll 3
-    for (int m = 0; m < M; ++m) {
-      const Group& group = *reinterpret_cast<const Group*>(rows[m] + at);
+  for (int m = 0; m < M; ++m) {
+    const Group& group = *reinterpret_cast<const Group*>(rows[m] + at);
 #pragma GCC unroll 3
-      for (int c = 0; c < C; ++c) pairs[m][c] = off_centre<F>(pairs[m][c], group, part);
-    }
+    for (int c = 0; c < C; ++c) sums[m][c] = off_centre<F>(sums[m][c], group, part);
   }
 }
 
 // The products of one group of activations of each row, in whole numbers.
 template <class F, int M, int C>
 inline __attribute__((always_inline)) void group_sums(const Panel* panels, int64_t g, const char* const* rows,
-                                                      Ints (&sums)[M][C]) {
+                                                      Ints (&total)[M][C]) {
   constexpr int kParts = kGroup / F::kGroup;
   constexpr int kSteps = F::kGroup / 4;
-  static_assert(F::kCentre <= 0 || F::kSpan == kSteps, "a centre is taken off where the whole group adds up");
+  static_assert(kCentre<F> <= 0 || kSpan<F> == kSteps, "a centre is taken off where the whole group adds up");
   int64_t at = g * static_cast<int64_t>(sizeof(Group));
-  auto add = [&](int m, int c, int part, bool first, Shorts pairs) {
-    Ints wide = F::kScales ? widen_pairs(pairs, panels[c].scale[g * kParts + part]) : widen_pairs(pairs);
-    sums[m][c] = first ? wide : sums[m][c] + wide;
+  auto add = [&](int m, int c, int part, bool first, Sums sums) {
+    Ints wide = widen<F>(sums, panels[c].scale[g * kParts + part]);
+    total[m][c] = first ? wide : total[m][c] + wide;
   };
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
-    for (int step = 0; step < kSteps; step += F::kSpan) {
+    for (int step = 0; step < kSteps; step += kSpan<F>) {
       bool first = part == 0 && step == 0;
       int64_t q = g * (kGroup / 4) + part * kSteps + step;
-      if constexpr (F::kSpan == 1) {
+      if constexpr (kSpan<F> == 1) {
         // Row by row, so that only the sums stay in registers.
 #pragma GCC unroll 3
         for (int m = 0; m < M; ++m) {
           Bytes x = repeat4(rows[m] + at + 4 * (part * kSteps + step));
 #pragma GCC unroll 3
           for (int c = 0; c < C; ++c) {
-            add(m, c, part, first, pair_sums<F::kSigned>(panels[c].q[q], x));
-            keep(sums[m][c]);
+            add(m, c, part, first, add_step<F>(Sums{}, panels[c].q[q], x, true));
+            keep(total[m][c]);
           }
         }
       } else {
-        Shorts pairs[M][C];
-        long_span<F, M, C>(panels, q, rows, at, part, pairs);
+        Sums sums[M][C];
+        long_span<F, M, C>(panels, q, rows, at, part, sums);
 #pragma GCC unroll 3
         for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 3
-          for (int c = 0; c < C; ++c) add(m, c, part, first, pairs[m][c]);
+          for (int c = 0; c < C; ++c) add(m, c, part, first, sums[m][c]);
         }
       }
     }
@@ -139,6 +110,19 @@ __attribute__((noinline)) void multiply(const Panel* panels, const char* const* 
 template <class F>
 inline Ints slice_sums(const Bytes* q, const Group& group, int part, Shorts scale) {
   constexpr int kSlices = F::kGroup / 16;
+#ifdef MOEFUSE_VNNI
+  Ints wide[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 2
+    for (int s = 0; s < kSlices; ++s) {
+      Bytes x = repeat16(reinterpret_cast<const char*>(group.q) + 16 * (part + s));
+      wide[j] = add_step<F>(wide[j], raise<F>(q[4 * s + j]), x, s == 0);
+    }
+  }
+  Ints sums = fold_words(fold_longs(wide[0], wide[1]), fold_longs(wide[2], wide[3]));
+  return widen<F>(off_centre<F>(sums, group, part), scale);
+#else
   constexpr bool kAtOnce = F::kSpan == 1, kInShorts = 2 * F::kSpan >= F::kGroup / 2;
   Shorts pairs[kSlices][4];
 #pragma GCC unroll 2
@@ -164,13 +148,13 @@ inline Ints slice_sums(const Bytes* q, const Group& group, int part, Shorts scal
     Shorts low = fold_longs(pairs[0][0], pairs[0][1]), high = fold_longs(pairs[0][2], pairs[0][3]);
     if constexpr (kInShorts) {
       Shorts both = fold_words(low, high);
-      if constexpr (F::kCentre > 0) both = off_centre<F>(both, group, part);
-      return F::kScales ? widen_pairs(both, scale) : widen_pairs(both);
+      return widen<F>(off_centre<F>(both, group, part), scale);
     } else {
       Ints sums = fold_words(widen_pairs(low), widen_pairs(high));
       return F::kScales ? sums * low_halves(scale) : sums;
     }
   }
+#endif
 }
 
 // What `multiply` needs of a format, so that formats alike in it share the code.
@@ -181,6 +165,7 @@ using Alike = Block<0, 0, F::kGroup, F::kSpan, F::kCentre, F::kScales>;
 template <class F>
 struct Integer {
   static constexpr int64_t kUnitBytes = kUnit / kGroup * static_cast<int64_t>(sizeof(Group));
+  static constexpr bool kRaises = kRaised<F>;
 
   template <int C>
   void prepare(const Panel*, int64_t) {}
@@ -200,7 +185,7 @@ inline void multiply_block(Slices from, int64_t at, const char* const (&rows)[M]
   F::head(from, at, {&d, scale, offset});
   Ints sums[M][F::kSize / kGroup];
   each_chunk<F>([&]<int C>() __attribute__((always_inline)) {
-    fetch<F, kLanes, C>(ahead);
+    fetch<F, kLanes, F::kChunks>(ahead, C);
     Bytes q[4 * ((F::kChunkSlices - 1) * F::kChunkStep + 1)];
     F::template chunk<C>(from, at, q);
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// f32 and byte vectors for AVX2 with FMA and F16C: 8 lanes, 16 registers.
+// f32 and byte vectors for AVX2 with FMA and F16C, or AVX-VNNI besides: 8 lanes, 16 registers.
 #pragma once
 
 #include <immintrin.h>
@@ -93,7 +93,7 @@ inline Ints add(Ints a, Ints b) { return a + b; }
 constexpr int kMostSliceRows = 4;
 constexpr int kMostSliceRows16 = 2;
 
-inline Bytes repeat4(const char* p) {
+inline Bytes repeat4(const void* p) {
   int32_t x;
   __builtin_memcpy(&x, p, 4);
   return reinterpret_cast<Bytes>(_mm256_set1_epi32(x));
@@ -109,6 +109,18 @@ inline Shorts pair_sums(Bytes w, Bytes x) {
   }
   return reinterpret_cast<Shorts>(_mm256_maddubs_epi16(weights, inputs));
 }
+
+#ifdef __AVXVNNI__
+#define MOEFUSE_VNNI
+constexpr bool kFourProducts = true;
+// sum + the four products of bytes of each lane, w unsigned and x signed.
+inline Ints add_products(Ints sum, Bytes w, Bytes x) {
+  return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(
+      reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(w), reinterpret_cast<__m256i>(x)));
+}
+#else
+constexpr bool kFourProducts = false;
+#endif
 
 // The compiler would multiply everything first, spill it and add it up later; so it must not know what `v` is.
 template <class V>

@@ -140,7 +140,7 @@ inline Ints add(Ints a, Ints b) { return a + b; }
 constexpr int kMostSliceRows = 2;
 constexpr int kMostSliceRows16 = 2;
 
-inline Bytes repeat4(const char* p) {
+inline Bytes repeat4(const void* p) {
   uint32_t x;
   std::memcpy(&x, p, 4);
   return reinterpret_cast<Bytes>(Words{x, x, x, x});
@@ -154,6 +154,8 @@ inline Shorts pair_sums(Bytes w, Bytes x) {
   Shorts odd = Signed ? weights >> 8 : (weights >> 8) & 0xff;
   return even * ((inputs << 8) >> 8) + odd * (inputs >> 8);
 }
+
+constexpr bool kFourProducts = false;
 
 template <class V>
 inline void keep(V&) {}

@@ -96,27 +96,21 @@ class Layer {
  private:
   bool packs_twice() const { return up_x_.format->pack != x_.format->pack; }
 
-  // The rows of gate and up that feed one column.
-  const char* gate_row(int64_t expert, int64_t i) const {
-    return row_of(a_.stacks.gate_up, expert, z_rows_.gate_column(i));
-  }
-  const char* up_row(int64_t expert, int64_t i) const {
-    return a_.stacks.up ? row_of(a_.stacks.up, expert, i) : row_of(a_.stacks.gate_up, expert, z_rows_.up_column(i));
-  }
-
   void up(int64_t task, int64_t next) {
     Workspace ws;
     Cell c = up_grid_.cell(task);
     int64_t width = c.columns * (gated_ ? 2 : 1);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = x_.row(order_[c.row + m] / top_k_);
-    // Strips of gates and ups in turns stay whole, and their results are taken apart.
-    bool in_turns = z_rows_.interleaved && a_.stacks.gate_up.interleaved;
-    for (int64_t n = 0; n < c.columns; ++n) {
-      ws.w[in_turns ? 2 * n : n] = gate_row(c.expert, c.column + n);
-      if (gated_) ws.w[in_turns ? 2 * n + 1 : c.columns + n] = up_row(c.expert, c.column + n);
+    // Gates and ups in turns are read as they lie, and their results are taken apart.
+    bool in_turns = z_rows_.interleaved;
+    rows_of(a_.stacks.gate_up, c.expert, z_rows_.gate_column(c.column), in_turns ? width : c.columns, ws.w);
+    if (gated_ && !in_turns) {
+      const Weight& up = a_.stacks.up ? a_.stacks.up : a_.stacks.gate_up;
+      rows_of(up, c.expert, a_.stacks.up ? c.column : z_rows_.up_column(c.column), c.columns, ws.w + c.columns);
     }
     Cell after = next < 0 ? c : up_grid_.cell(next);
-    const char* ahead = next < 0 ? nullptr : gate_row(after.expert, after.column);
+    const char* ahead = nullptr;
+    if (next >= 0) ahead = row_of(a_.stacks.gate_up, after.expert, z_rows_.gate_column(after.column));
     if (up_x_.format == x_.format) {
       x_.format->dots({ws.a, ws.w, c.rows, width, H_, ws.z, width, ahead});
     } else {
@@ -154,7 +148,7 @@ class Layer {
     Workspace ws;
     Cell c = down_grid_.cell(task);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = hidden_.row(c.row + m);
-    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(a_.stacks.down, c.expert, c.column + n);
+    rows_of(a_.stacks.down, c.expert, c.column, c.columns, ws.w);
     Cell after = next < 0 ? c : down_grid_.cell(next);
     const char* ahead = next < 0 ? nullptr : row_of(a_.stacks.down, after.expert, after.column);
     hidden_.format->dots({ws.a, ws.w, c.rows, c.columns, I_, ws.z, c.columns, ahead});

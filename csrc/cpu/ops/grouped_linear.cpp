@@ -22,7 +22,7 @@ void by_rows(Tensor x, const Weight& weight, Tensor bias, const Plan& plan, Posi
     Workspace ws;
     Cell c = grid.cell(task);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = packed.row(positions.x(c.row + m));
-    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(weight, c.expert, c.column + n);
+    rows_of(weight, c.expert, c.column, c.columns, ws.w);
     Cell after = next < 0 ? c : grid.cell(next);
     const char* ahead = next < 0 ? nullptr : row_of(weight, after.expert, after.column);
     packed.format->dots({ws.a, ws.w, c.rows, c.columns, K, ws.z, c.columns, ahead});

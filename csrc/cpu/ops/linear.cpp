@@ -89,7 +89,7 @@ class Product {
     Workspace ws;
     Cell c = part.grid.cell(task - part.first_task);
     for (int64_t m = 0; m < c.rows; ++m) ws.a[m] = part.packed.row(c.row + m);
-    for (int64_t n = 0; n < c.columns; ++n) ws.w[n] = row_of(part.weight, 0, c.column + n);
+    rows_of(part.weight, 0, c.column, c.columns, ws.w);
     const char* ahead = next < 0 ? nullptr : part_of(next).first_row(next);
     part.packed.format->dots({ws.a, ws.w, c.rows, c.columns, x_.columns, ws.z, c.columns, ahead});
     float added[kMaxColumns];

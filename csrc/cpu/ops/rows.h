@@ -25,6 +25,16 @@ inline const char* row_of(const Weight& w, int64_t expert, int64_t row) {
   return static_cast<const char*>(w.data) + expert * w.stride_e + row * w.stride_n;
 }
 
+// `count` rows from `row` on. A call at T=1 has thousands.
+inline void rows_of(const Weight& w, int64_t expert, int64_t row, int64_t count, const char** out) {
+  for (int64_t n = 0; n < count;) {
+    const char* at = row_of(w, expert, row + n);
+    int64_t strip = w.interleaved ? kStripRows - (row + n) % kStripRows : count;
+    int64_t stride = w.interleaved ? 0 : w.stride_n;
+    for (int64_t end = n + strip < count ? n + strip : count; n < end; ++n, at += stride) out[n] = at;
+  }
+}
+
 inline float element(Tensor x, int64_t i) {
   float value;
   kernels().decode(x.dtype, row_of(x, i, 1), &value, 1);

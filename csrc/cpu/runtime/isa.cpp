@@ -12,6 +12,9 @@ extern const Kernels kKernels;
 namespace avx2 {
 extern const Kernels kKernels;
 }
+namespace avxvnni {
+extern const Kernels kKernels;
+}
 namespace avx512 {
 extern const Kernels kKernels;
 }
@@ -36,6 +39,7 @@ std::vector<const Kernels*> find_available() {
   if (has_vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kKernels);
   if (has_vnni) found.push_back(&avx512vnni::kKernels);
   if (has_avx512) found.push_back(&avx512::kKernels);
+  if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&avxvnni::kKernels);
   if (has_avx2) found.push_back(&avx2::kKernels);
 #endif
   found.push_back(&portable::kKernels);

@@ -27,7 +27,8 @@ _PEER_TOLERANCE = {
 def our_tolerance(layer: Layer, dtype: torch.dtype) -> Tolerance:
     """That of the case table; in float32 grown with the length of the sums, which the table keeps short."""
     if _rounds(layer):
-        return tolerance_of("experts", "out", torch.empty(0), dtype, blocks=True, int8=True)
+        e4m3 = layer.router.is_cuda and "FP8" in (layer.shape.weights or ())
+        return tolerance_of("experts", "out", torch.empty(0), dtype, blocks=True, int8=True, e4m3=e4m3)
     return plain_tolerance(layer, dtype)
 
 

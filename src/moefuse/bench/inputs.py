@@ -12,9 +12,10 @@ import moefuse
 from moefuse.bench import machine
 from moefuse.bench.floor import BEYOND_CACHE
 from moefuse.bench.shapes import Shape
-from moefuse.quant.arrange import wanted
+from moefuse.ops._core.memory import interleaved
+from moefuse.quant.arrange import INTERLEAVED, wanted
 from moefuse.quant.formats import FORMATS
-from moefuse.quant.tensor import QuantTensor, arrange_, format_in, wrap
+from moefuse.quant.tensor import QuantTensor, arrange_, format_in, in_file_order, order_in, wrap
 from moefuse.testing.random_blocks import random_blocks
 
 GRAPH_LAYERS = 12
@@ -108,13 +109,14 @@ def make_layers(shape: Shape, dtype: torch.dtype, device: torch.device, count: i
 
     def in_blocks(spec: str, *sizes: int) -> QuantTensor:
         values, name = sizes[-1], format_in(spec)
-        made = random_blocks(spec, (_POOL_BLOCKS, FORMATS[name].values), rng, values**-0.5).blocks.view(-1).to(device)
+        made = random_blocks(name, (_POOL_BLOCKS, FORMATS[name].values), rng, values**-0.5).blocks.view(-1).to(device)
         blocks = torch.empty((*sizes[:-1], FORMATS[name].row_bytes(values)), dtype=torch.uint8, device=device)
         for part in torch.split(blocks.view(-1), made.numel()):
             part.copy_(made[: part.numel()])
-        stacked = wrap(blocks, spec)
+        stacked = wrap(blocks, in_file_order(spec))
         assert isinstance(stacked, QuantTensor)
-        return arrange_(stacked, wanted(blocks))
+        order = wanted(blocks, order_in(spec))
+        return interleaved(stacked) if order == INTERLEAVED else arrange_(stacked, order)
 
     def experts(which: int, *sizes: int) -> Tensor | QuantTensor:
         if shape.weights is None:

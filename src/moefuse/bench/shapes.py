@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moefuse.quant.formats import format_of, plain_name
-from moefuse.quant.tensor import format_in, spec_of
+from moefuse.quant.arrange import INTERLEAVED, STRIPS_RULE, can_interleave
+from moefuse.quant.tensor import format_in, order_in, spec_of
 from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 
 
@@ -19,7 +20,8 @@ from moefuse.types import MAX_EXPERTS, MAX_TOP_K, Activation, Routing
 class Shape:
     """One layer's sizes and rules.
 
-    ``weights``: the specs of gate_up and of down where they are in blocks, such as ``("Q4_K", "Q6_K:exact")``.
+    ``weights``: the specs of gate_up and of down where they are in blocks, such as ``("Q4_K", "Q6_K:exact")``. Those
+    ``:interleaved`` are so where their device reads that, and otherwise in the order that it asks for, as all others.
 
     >>> shape = find("qwen3-30b-a3b")
     >>> shape.expert_bytes(torch.bfloat16), shape.flops(tokens=1)
@@ -49,8 +51,11 @@ class Shape:
         if self.top_k > min(self.experts, MAX_TOP_K):
             raise ValueError(f"top_k must be at most {min(self.experts, MAX_TOP_K)}, got {self.top_k}")
         Activation(self.activation)
-        for spec, columns in zip(self.weights or (), (self.hidden, self.intermediate), strict=False):
+        sizes = ((self.rows, self.hidden), (self.hidden, self.intermediate))
+        for spec, (rows, columns) in zip(self.weights or (), sizes, strict=False):
             format_of(format_in(spec)).row_bytes(columns)
+            if order_in(spec) == INTERLEAVED and not can_interleave(format_in(spec), rows):
+                raise ValueError(f"{STRIPS_RULE}, got {spec} and {rows} rows")
 
     def in_blocks(self, gate_up: str, down: str) -> Shape:
         """The same layer with its experts in these block formats."""

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import moefuse
 from moefuse import backends, config
+from moefuse.nn import rates
 from moefuse.ops._core.library import FAST_PATHS
 from moefuse.ops._core.select import REFERENCES, resolve
 
@@ -62,6 +63,7 @@ def facts() -> dict[str, Any]:
         "invariant": config.invariant(),
         "devices": present,
         "fast_paths": dict(FAST_PATHS),
+        "rates": {machine: dataclasses.asdict(found) for machine, found in rates.known().items()},
         "backends": _backends(),
         "chosen": {device: _choices(device) for device, there in present.items() if there},
     }
@@ -82,6 +84,11 @@ def _show(known: dict[str, Any], console: Console) -> None:
         console.print("MOEFUSE_INVARIANT=1")
     paths = (f"{name} {'on' if reason is None else f'off ({reason})'}" for name, reason in known["fast_paths"].items())
     console.print(f"torch: {', '.join(paths)}")
+
+    for machine, found in known["rates"].items():
+        console.print(f"rates of {machine}: {rates.Rates(**found)}", highlight=False)
+    if known["devices"]["cuda"] and not known["rates"]:
+        console.print("rates of bus and CPU: not measured yet; placed experts do that when they first need them")
 
     table = Table(title="Backends", title_justify="left")
     for column in ("backend", "devices", "runs", "details"):

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moefuse import backends, config
 from moefuse.bench import shapes
+from moefuse.quant.arrange import INTERLEAVED, can_interleave
 from moefuse.quant.formats import FORMATS
 from moefuse.types import dtype_named
 
@@ -30,7 +31,7 @@ Weights = Annotated[
     str | None,
     typer.Option(
         help="Experts in GGUF blocks: formats with commas between, or all; Q4_K/Q6_K for gate_up and down, "
-        "Q4_K:exact keeps x in f32."
+        "Q4_K:exact keeps x in f32, Q4_K:interleaved lies as the CPU reads it best."
     ),
 ]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")]
@@ -134,6 +135,7 @@ def _in_every_format(shape: shapes.Shape, mode: str) -> list[shapes.Shape]:
         form
         for form in sorted(FORMATS.values(), key=lambda form: form.bits)
         if shape.hidden % form.values == shape.intermediate % form.values == 0
+        and (INTERLEAVED not in mode or can_interleave(form.name, shape.rows))
     ]
     if not fitting:
         stop("--weights", f"no format has blocks that fill rows of {shape.hidden} and {shape.intermediate}")

@@ -58,12 +58,20 @@ def run(
     exact: Annotated[bool, typer.Option(help="Blocks: do not round activations to 8 bits; slower.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; without it, cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, of torch and of moefuse.")] = None,
+    experts_on: Annotated[
+        str | None, typer.Option(help="auto or cpu: experts stay in RAM; auto puts as many on the GPU as fit.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What to take of the GPU, such as 12GiB; other experts stay in RAM.")
+    ] = None,
     no_capture: Annotated[
         bool, typer.Option("--no-capture", help="Decode in transformers' own loop, over its own cache.")
     ] = False,
     compare: Annotated[bool, typer.Option(help="Also run the stock implementation: logits and speed.")] = False,
     against: Annotated[str, typer.Option(help="The stock implementation to compare with.")] = "grouped_mm",
-    stats: Annotated[bool, typer.Option(help="Show how the experts of each layer are loaded.")] = False,
+    stats: Annotated[
+        bool, typer.Option(help="Show how the experts of each layer are loaded, and what lies where.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the experts' load into this .png.")] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: tensor or experts, split over the ranks.")
@@ -83,6 +91,8 @@ def run(
     if parallel is not None:
         _refuse_parallel(model, parallel, stats or plot is not None)
     target = options.device(device)
+    if experts_on is not None or gpu_memory is not None:
+        _refuse_placement(experts_on, gpu_memory, target, parallel, compare)
     try:
         resolve("experts", target.type, torch.bfloat16)
     except ValueError as error:
@@ -92,7 +102,8 @@ def run(
         config.cap_onednn()
     if threads is not None:
         torch.set_num_threads(threads)  # those of our kernels, too
-    network, tokenizer = _load(model, device=target, dtype=numbers, parallel=parallel, exact=exact, weights=weights)
+    how = {"exact": exact, "weights": weights, "experts": experts_on, "gpu_memory": gpu_memory}
+    network, tokenizer = _load(model, device=target, dtype=numbers, parallel=parallel, **how)
     if compare:
         _refuse_compare(network, target)
     console = Console(quiet=parallel is not None and torch.distributed.get_rank() != 0)
@@ -112,6 +123,8 @@ def run(
     else:
         turns = _converse(console, tokenizer, target, places, max_tokens, write)
     _close(console, turns, prepared, target)
+    if stats and hasattr(network, "_moefuse_placement"):
+        console.print(str(network._moefuse_placement), markup=False, highlight=False, soft_wrap=True)
     if stats or plot is not None:
         _show_load(console, network, turns[-1].tokens, stats, plot, model)
     if compare:
@@ -329,6 +342,25 @@ def _refuse_parallel(model: str, parallel: str, shows_load: bool) -> None:
         options.stop("--parallel", "each rank sees its own experts only; ask for --stats and --plot without it")
     if not torch.distributed.is_torchelastic_launched():
         options.stop("--parallel", "it needs ranks: start with torchrun --nproc-per-node RANKS -m moefuse run ...")
+
+
+def _refuse_placement(
+    experts: str | None, gpu_memory: str | None, target: torch.device, parallel: str | None, compare: bool
+) -> None:
+    from moefuse.nn.placement import WORDS, bytes_of
+
+    hint = "--gpu-memory" if experts is None else "--experts-on"
+    if experts is not None:
+        options.known("--experts-on", experts, WORDS)
+    if target.type != "cuda":
+        options.stop(hint, f"experts are placed between RAM and a GPU, and the device is {target.type}")
+    if parallel is not None or compare:
+        options.stop(hint, f"it does not go with {'--parallel' if compare is False else '--compare'}: leave one out")
+    if gpu_memory is not None:
+        try:
+            bytes_of(gpu_memory)
+        except ValueError as error:
+            options.stop("--gpu-memory", str(error))
 
 
 def _box() -> str:

@@ -6,12 +6,15 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moefuse.hf.cache import StepCache
+from moefuse.nn.accelerator import Captured
+from moefuse.nn.placement import placed, placement_of
 from moefuse.nn.routing_tape import is_taped
 from moefuse.ops._core.checks import check_count
 from moefuse.ops._core.invariance import is_invariant
@@ -28,6 +31,10 @@ _PLAIN = {
     "custom_generate": None, "past_key_values": None, "inputs_embeds": None, "prefill_chunk_size": None,
     "assistant_early_exit": None, "constraints": None, "force_words_ids": None, "num_beam_groups": 1,
 }  # fmt: skip
+
+
+#: runs of a step before it is captured
+_WARM = 2
 
 
 class Step:
@@ -51,22 +58,40 @@ class Step:
         self.progress: Callable[[int], None] | None = None
         #: the mode of what was captured
         self.invariant = is_invariant()
-        self.logits = self._capture() if self.device.type == "cuda" else None
+        self.placement = placement_of(model)
+        self.slots = 0
+        self.logits: Tensor | None = None
+        if self.device.type == "cuda":
+            self.logits = self._capture()
         #: on a CPU, what a step does; None before the first, and where it cannot be taken down
         self.tape: Tape | None = None
-        self.tapes = self.device.type == "cpu"
+        self.tapes = self.device.type == "cpu" and self.placement is None
 
     def _capture(self) -> Tensor:
         self.prefill(self.tokens, None)
+        return self._capture_step()
+
+    def _capture_step(self) -> Tensor:
+        with nullcontext() if self.placement is None else self.placement.still():
+            return self._captured()
+
+    def _captured(self) -> Tensor:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled, and what is kept is allocated
+            for _ in range(_WARM):  # kernels are compiled, and what is kept is allocated
                 self._forward()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            return self._forward()
+        if self.placement is not None:  # the CPU's experts run between the graphs of a step
+            self.slots = self.placement.slots
+            captured = Captured(self.placement.accelerator, self._forward)
+            self.replay = captured.run
+            return captured.result  # type: ignore[no-any-return]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._forward()
+        self.replay = graph.replay
+        return logits
 
     def _forward(self) -> Tensor:
         self.cache.stepping = True
@@ -119,6 +144,10 @@ class Step:
         self.cache.position.fill_(S)
         self.places.copy_(places[:, -1:] + 1)
         logits: Tensor = out.logits[:, -1]
+        if self.logits is not None and self._has_fewer_slots() and self.cache.max_length > S + _WARM:
+            before = self._here()
+            self.logits = self._capture_step()
+            self._go_to(*before)
         return logits
 
     def _held_of(self, tokens: Tensor) -> int:
@@ -133,17 +162,21 @@ class Step:
         """Logits ``[B, V]`` behind these tokens ``[B]``; the next call overwrites them."""
         self.tokens.copy_(tokens[:, None])
         self.cache.length += 1
-        if self.logits is None:
+        if self.logits is None or self._has_fewer_slots():
             return self._taped() if self.tapes else self._forward()
-        self.graph.replay()
+        self.replay()
         return self.logits
+
+    def _has_fewer_slots(self) -> bool:
+        """Whether memory ran out since the capture, which knew more slots."""
+        return self.placement is not None and self.placement.slots != self.slots
 
     def _taped(self) -> Tensor:
         """A step on a CPU: the first is taken down, the second proves the tape, and the tape runs the others."""
         logits: Tensor
         if self.tape is None or self.tape.stale or self.invariant != is_invariant():
             self.proven, self.invariant = False, is_invariant()
-            before = self.cache.position.clone(), self.places.clone()
+            before = self._here()
             try:
                 self.tape = Tape(self._forward)
             except Exception as reason:  # whatever was not made for being watched; an error of the step comes again
@@ -153,7 +186,7 @@ class Step:
                 return self._forward()
             logits = self.tape.result
         elif not self.proven:
-            before = self.cache.position.clone(), self.places.clone()
+            before = self._here()
             got = self.tape.run()  # first, so that the cache lacks what it fails to write
             self._go_to(*before)
             logits = self._forward()
@@ -164,6 +197,9 @@ class Step:
         else:
             logits = self.tape.run()
         return logits
+
+    def _here(self) -> tuple[Tensor, Tensor]:
+        return self.cache.position.clone(), self.places.clone()
 
     def _go_to(self, position: Tensor, places: Tensor) -> None:
         self.cache.position.copy_(position)
@@ -223,7 +259,8 @@ def _refuse(model: Any) -> None:
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder"
         raise ValueError(f"capture: every layer of the model must keep keys and values, got {what}")
-    devices = {p.device for p in model.parameters()}
+    owners = (module for module in model.modules() if placed(module) is None)
+    devices = {p.device for module in owners for p in module.parameters(recurse=False)}
     if len(devices) > 1:
         raise ValueError(f"capture: the model must lie on one device, got {', '.join(sorted(map(str, devices)))}")
 

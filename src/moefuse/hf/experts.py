@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefuse import experts, plan
 from moefuse.hf.gguf_experts import BlockExperts
+from moefuse.nn.placement import placed
 from moefuse.nn.recognize import activation_of, layout_of
 from moefuse.nn.routing_tape import Player, Tape
 from moefuse.nn.shared import stack_arguments
@@ -32,8 +33,11 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     x = hidden_states.to(module.down_proj.dtype)
     weights = top_k_weights.to(x.dtype) if x.dtype == torch.float64 else top_k_weights
     activation = known_activation(module)
+    apart = placed(module)
     out: Any  # no norm_weight is given, so each op returns one tensor
-    if activation is None or getattr(module, "has_post_expert_norm", False):
+    if apart is not None:
+        out = apart(x, top_k_index, weights)
+    elif activation is None or getattr(module, "has_post_expert_norm", False):
         out = _with_own_parts(module, x, top_k_index, weights, stacks)
     else:
         out = experts(x, top_k_index, weights, activation=activation, **stack_arguments(stacks))

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moefuse.hf.experts import known_activation
-from moefuse.hf.gguf_experts import BlockExperts, in_blocks, refuse_to_save, tie_words
+from moefuse.hf.gguf_experts import BlockExperts, block_experts, in_blocks, refuse_to_save, tie_words
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys, Made
 from moefuse.hf.gguf_tokenizer import read_tokenizer
+from moefuse.hf.place import place_model
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
 from moefuse.nn.from_gguf import expert_layers, read_experts
+from moefuse.nn.placement import Placement
 from moefuse.nn.quantized import QuantModule, interleave_
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.gguf import GGUFFile, Malformed, brief, read
@@ -40,6 +42,8 @@ def from_gguf(
     exact: bool = False,
     dequantize: str | None = None,
     arrange: bool = False,
+    experts: str | Placement | None = None,
+    gpu_memory: str | int | None = None,
     progress: bool = True,
 ) -> tuple[Any, Any]:
     """The transformers model of a GGUF file, in eval mode, and its tokenizer.
@@ -60,12 +64,17 @@ def from_gguf(
         dequantize: "dense" gives all but the experts as numbers, which takes several times their memory.
         arrange: on a CPU, copy blocks out of the file into the order that is read fastest there: faster by a quarter to
             a third, for memory of the file's size and the time to read it whole.
+        experts: "auto" or "cpu" leaves experts in RAM, but for those that fit on the GPU; or a `moefuse.nn.Placement`.
+            With ``arrange`` their blocks are copied out of the file and locked, which the GPU reads several times
+            faster than a mapped file.
+        gpu_memory: what the model may take of the GPU, such as "12GiB"; the rest of its experts stays in RAM.
         progress: show a bar on the terminal while loading.
 
     Raises:
         ValueError: the file is missing, damaged, of a dense model, or of an architecture that is not known; the
             message says what to do.
     """
+    placement = Placement.of(experts, gpu_memory, device)
     file = _open(Path(path))
     architecture = ARCHITECTURES[file.architecture]
     target = torch.bfloat16 if dtype == "auto" else dtype_named(dtype) if isinstance(dtype, str) else dtype
@@ -84,6 +93,11 @@ def from_gguf(
     with _bar(file, progress) as bar:
         _fill(model, _Source(file, architecture, keys, bar), target, exact, dense=dequantize == "dense")
     model.save_pretrained = refuse_to_save
+    if placement is not None:
+        for module in block_experts(model).values() if arrange else ():
+            interleave_(module)
+        place_model(model, placement, pin=arrange)
+        return model.eval(), tokenizer
     if arrange and torch.device(device).type == "cpu":
         interleave_(model)
     return model.to(device).eval(), tokenizer

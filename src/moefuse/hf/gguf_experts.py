@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
+from moefuse.nn.placement import placed
 from moefuse.nn.quantized import BlockModule, QuantEmbedding, QuantLinear, QuantModule
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops.composed import composed
@@ -19,7 +20,7 @@ from moefuse.types import Activation, Stacks, Tail, Weight
 
 #: what it may hold, by the names of `moefuse.nn.MoE`; no converter of transformers' checkpoints knows them
 _STACKS = ("gate_up", "up", "down")
-_TENSORS = (*_STACKS, "gate_up_bias", "down_bias")
+TENSORS = (*_STACKS, "gate_up_bias", "down_bias")
 
 
 class BlockExperts(BlockModule):
@@ -61,7 +62,7 @@ class BlockExperts(BlockModule):
         self.lora: ExpertsLoRA | None = None
         self.specs = {}
         self._kept: dict[str, QuantTensor] = {}  # making them anew would take longer than a small product
-        for name in _TENSORS:
+        for name in TENSORS:
             value = tensors.get(name)
             if isinstance(value, QuantTensor):
                 self._hold(name, value if exact is None else value.exactly(exact))
@@ -110,9 +111,13 @@ class BlockExperts(BlockModule):
         """As transformers calls its own: rows ``[T, H]``, ids and weights ``[T, top_k]``; returns ``[T, H]``."""
         # Under autocast the rows may be wider or narrower than numbers among the stacks, which decide.
         x = hidden_states if self.takes(hidden_states.dtype) else hidden_states.to(self._plain_type())
-        stacks = self.stacks()
+        stacks, apart = self.stacks(), placed(self)
         out: Any  # no norm_weight is given: one tensor
-        if self.lora is not None or self.has_post_expert_norm:
+        if apart is not None:
+            if self.lora is not None:
+                raise ValueError("BlockExperts: placed experts cannot have adapters: call moefuse.hf.unpatch first")
+            out = apart(x, top_k_index, top_k_weights)
+        elif self.lora is not None or self.has_post_expert_norm:
             order, norm = plan(top_k_index, self.num_experts), self._modules.get("post_expert_norm")
             out = composed(
                 x, top_k_index, top_k_weights, stacks, order, self.activation, Tail(), adapters=self.lora, after=norm

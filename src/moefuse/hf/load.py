@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from moefuse.hf.gguf import from_gguf
+from moefuse.hf.place import place_model
 from moefuse.hf.quantize import quantize_
 from moefuse.hf.quantizer import MoefuseConfig
 from moefuse.hf.register import NAME
+from moefuse.nn.placement import Placement
 from moefuse.nn.quantized import BlockModule
 from moefuse.types import dtype_named
 
@@ -25,6 +27,8 @@ def load(
     parallel: str | None = None,
     exact: bool = False,
     weights: str | None = None,
+    experts: str | Placement | None = None,
+    gpu_memory: str | int | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model on our experts, in eval mode, and its tokenizer.
 
@@ -37,6 +41,7 @@ def load(
         device: where it runs.
         parallel: "tensor" or "experts": split over the ranks that ``torchrun`` started.
         exact: of blocks, see `from_gguf`.
+        experts, gpu_memory: leave experts in RAM, but for those that fit on the GPU, see `from_gguf`.
         weights: the format that experts are to have, see `quantize_`; without it, that of the checkpoint.
     """
     folder = Path(path)
@@ -51,7 +56,9 @@ def load(
             raise ValueError("a GGUF file is not split over ranks: give the directory of a transformers model")
         if weights is not None:
             raise ValueError("a GGUF file has its formats already: leave the weights to it")
-        return from_gguf(folder, dtype=dtype, device=device, exact=exact, arrange=_fits_twice(folder))
+        where: dict[str, Any] = {"device": device, "experts": experts, "gpu_memory": gpu_memory}
+        return from_gguf(folder, dtype=dtype, exact=exact, arrange=_fits_twice(folder), **where)
+    placement = Placement.of(experts, gpu_memory, device)
     _check(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -67,6 +74,8 @@ def load(
     if packed and not AutoHfQuantizer.supports_quant_method(told):  # type: ignore[no-untyped-call]
         raise ValueError(f"{folder} is quantised by {told.get('quant_method')!r}, which transformers cannot load")
     if parallel is not None:
+        if placement is not None:
+            raise ValueError("experts are placed on one GPU or split over ranks, not both")
         if packed or weights is not None:
             raise ValueError("weights in blocks are not split over ranks: give a model in numbers")
         options = {"distributed_config": _split(parallel, torch.device(device))}
@@ -82,6 +91,9 @@ def load(
     for module in model.modules() if exact else ():
         if isinstance(module, BlockModule):
             module.exactly_()
+    if placement is not None:
+        place_model(model, placement)
+        return model.eval(), tokenizer
     return (model.to(device) if parallel is None else model).eval(), tokenizer
 
 

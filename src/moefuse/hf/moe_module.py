@@ -14,6 +14,7 @@ from moefuse import experts, gate, moe
 from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.support import interface_of
+from moefuse.nn.placement import placed
 from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, once, place_of, rule_of, structure_of, tensor_at
 from moefuse.nn.routing_tape import routed
 from moefuse.nn.shared import one_expert, shared_expert, shared_logit, stack_arguments
@@ -92,7 +93,7 @@ def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if not fused.rule.returns_weights:
         return run(layer, fused, rows).view(hidden_states.shape)
     weights, ids, _ = _routes(layer, fused, rows, None)
-    out: Any = experts(rows, ids, weights, **_stacks(layer, fused), **_shared(layer, fused, rows))
+    out: Any = _experts(layer, fused, rows, ids, weights, **_shared(layer, fused, rows))
     return out.view(hidden_states.shape), weights.to(out.dtype)
 
 
@@ -100,12 +101,21 @@ def run(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Any, float] | None =
     """The result for rows ``[T, H]``, normed before by a weight and an eps; ``tail`` as `moefuse.experts` takes it."""
     router, routing = tensor_at(*fused.router), fused.rule.routing
     before: dict[str, Any] = {} if norm is None else dict(zip(("norm_weight", "eps"), norm, strict=True))
-    if (fused.rule.shared is None or norm is None) and "_routing_tape" not in vars(layer):
+    parts = "_routing_tape" in vars(layer) or placed(layer.experts) is not None
+    if (fused.rule.shared is None or norm is None) and not parts:
         following = {f"next_{name}" if name in ("norm_weight", "eps") else name: value for name, value in tail.items()}
         stacks = _stacks(layer, fused) | _shared(layer, fused, rows)
         return moe(rows, router, routing=routing, **before, **_biases(fused), **stacks, **following)
     weights, ids, normed = _routes(layer, fused, rows, norm)
-    return experts(normed, ids, weights, **_stacks(layer, fused), **_shared(layer, fused, normed), **tail)
+    return _experts(layer, fused, normed, ids, weights, **_shared(layer, fused, normed), **tail)
+
+
+def _experts(layer: Any, fused: Fused, rows: Tensor, ids: Tensor, weights: Tensor, **tail: Any) -> Any:
+    """The experts of rows that are routed, wherever they lie."""
+    apart = placed(layer.experts)
+    if apart is not None:
+        return apart(rows, ids, weights, **tail)
+    return experts(rows, ids, weights, **_stacks(layer, fused), **tail)
 
 
 def _routes(layer: Any, fused: Fused, rows: Tensor, norm: tuple[Any, float] | None) -> tuple[Tensor, ...]:

@@ -10,8 +10,10 @@ from torch import nn
 
 from moefuse.hf import layers, moe_module
 from moefuse.hf.experts import restore_order
+from moefuse.hf.place import place_model, unplace_model
 from moefuse.hf.register import NAME
 from moefuse.hf.support import on_interface
+from moefuse.nn.placement import Placement
 from moefuse.nn.recognize import NotRecognized
 
 
@@ -45,7 +47,9 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module) -> PatchReport:
+def patch(
+    model: nn.Module, *, experts: str | Placement | None = None, gpu_memory: str | int | None = None
+) -> PatchReport:
     """Run every mixture-of-experts module of a transformers model that we understand as a whole, in place, and the
     decoder layer around it with it.
 
@@ -56,8 +60,15 @@ def patch(model: nn.Module) -> PatchReport:
     ops where that is understood, too. What is patched takes its old path when something must see its parts: recorded
     router logits or attentions, hooks, offloading, tensor or expert parallelism; attention also for gradients.
 
+    With ``experts`` or ``gpu_memory`` the model, which lies on the CPU, goes to the GPU, and its experts stay in RAM,
+    but for those that fit: see `moefuse.nn.Placement`.
+
     On a CPU the first call gives parameters that are kept as ``[E, in, out]`` (gpt-oss) other strides, as the experts
     implementation does; `unpatch` undoes that, too.
+
+    Args:
+        experts: "auto" or "cpu", or a `moefuse.nn.Placement`.
+        gpu_memory: what the model may take of the GPU, such as "12GiB".
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
@@ -68,6 +79,7 @@ def patch(model: nn.Module) -> PatchReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch module, got {type(model).__name__}")
+    placement = Placement.of(experts, gpu_memory, "cuda")
     patched: list[str] = []
     left_alone: dict[str, str] = {}
     seen: dict[Any, Any] = {}
@@ -84,12 +96,16 @@ def patch(model: nn.Module) -> PatchReport:
         patched.append(path)
     if patched or left_alone:
         _use_our_experts(model)
+    if placement is not None:
+        place_model(model, placement)
     whole, parts = layers.take(model, patched)
     return PatchReport(tuple(patched), left_alone, whole, parts)
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: layers, the experts implementation and the memory order of the weights are as before."""
+    """Undo `patch`: layers, the experts implementation, the memory order of the weights and, where experts were
+    placed, the CPU are as before."""
+    unplace_model(model)
     for module in model.modules():
         if "_moefuse" in vars(module):
             del module._moefuse, module.forward

@@ -2,6 +2,7 @@
 
 from moefuse.nn.lora import ExpertsLoRA, add_lora, merge_lora
 from moefuse.nn.moe import MoE
+from moefuse.nn.placement import Placement
 from moefuse.nn.quantized import QuantEmbedding, QuantLinear
 from moefuse.nn.routing_tape import RoutingTape
 from moefuse.nn.stats import RoutingStats
@@ -16,6 +17,7 @@ from moefuse.nn.training import (
 __all__ = [
     "ExpertsLoRA",
     "MoE",
+    "Placement",
     "QuantEmbedding",
     "QuantLinear",
     "RouterTraining",

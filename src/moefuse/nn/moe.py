@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
+from moefuse.nn.placement import Placement, place, placed, unplace
 from moefuse.nn.quantized import BlockModule
 from moefuse.nn.routing_tape import Recorder, Tape, routed, router_logits
 from moefuse.nn.shared import autocast_type, shared_expert, shared_logit, stack_arguments
@@ -28,6 +29,8 @@ from moefuse.quant.gguf import GGUFFile, read
 from moefuse.quant.tensor import QuantTensor, wrap
 from moefuse.types import Activation, Router, Routing, Stacks, Tail
 
+#: what every expert has a part of
+_EXPERTS = ("gate_up", "up", "down", "gate_up_bias", "down_bias")
 _FLAGS = ("bias", "logit_bias", "selection_bias", "per_expert_scale", "shared_gate", "norm", "next_norm")
 
 
@@ -56,7 +59,8 @@ class MoE(BlockModule):
         eps: of both norms.
         router_training: losses and noise while training; see `auxiliary_loss`.
 
-    ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`.
+    ``stats`` may hold a `RoutingStats`, ``lora`` is set by `add_lora`. `place` leaves experts in RAM that a GPU cannot
+    hold.
 
     >>> layer = MoE(hidden=64, intermediate=32, num_experts=8, routing=Routing(top_k=2), norm=True)
     >>> x = torch.randn(2, 5, 64)
@@ -195,6 +199,22 @@ class MoE(BlockModule):
                 setattr(module, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
         return module
 
+    def place(
+        self, experts: str | Placement = "auto", gpu_memory: str | int | None = None, *, device: str = "cuda"
+    ) -> Placement:
+        """Put the layer on a GPU and leave its experts in RAM, but for those that fit, see `Placement`."""
+        placement = Placement.of(experts, gpu_memory, device)
+        assert placement is not None
+        if self.lora is not None:
+            raise ValueError("MoE: experts with adapters cannot be placed: merge_lora first")
+        self.unplace()
+        place(self, {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
+        return placement
+
+    def unplace(self) -> None:
+        """Undo `place`: experts in RAM are like other parts of the layer again; nothing moves."""
+        unplace(self)
+
     def stack(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """A weight, in its blocks where it has them, else in ``dtype`` where that is given; a shared expert's as a
         stack of one."""
@@ -246,7 +266,7 @@ class MoE(BlockModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Products in ``dtype``, or in the type that x and the stacks have."""
         rows = x.reshape(-1, x.shape[-1])
-        stacks = self._stacks(dtype)
+        stacks = self._stacks(dtype if placed(self) is None else None)
         if dtype is None:
             plain = next((w for w in (stacks.gate_up, stacks.up, stacks.down) if isinstance(w, Tensor)), x)
             if plain.dtype != x.dtype:
@@ -271,7 +291,7 @@ class MoE(BlockModule):
             or self._routing_tape is not None
             or (self.training and self.router_training is not None)
         )
-        return same_type and not normed and not noted and self.lora is None
+        return same_type and not normed and not noted and self.lora is None and placed(self) is None
 
     def _in_one_call(
         self, rows: Tensor, stacks: Stacks, residual: Tensor | None, backend: str | None, dtype: torch.dtype | None
@@ -301,6 +321,11 @@ class MoE(BlockModule):
         if self.stats is not None:
             self.stats.record(ids, weights)
         tail = self._tail(normed, residual, backend, dtype)
+        layer = placed(self)
+        if layer is not None:
+            if self.lora is not None:
+                raise ValueError("MoE: placed experts cannot have adapters: unplace first")
+            return layer(normed, ids, weights, backend=backend, **tail._asdict())
         if self.lora is not None:
             order = plan(ids, self.router.shape[0], backend=backend)
             return composed(normed, ids, weights, stacks, order, self.activation, tail, backend, adapters=self.lora)

@@ -152,13 +152,15 @@ def _fill(target: Tensor, source: Tensor, name: str, before: str, after: str) ->
             _fill(into, into if target is source else one, name, before, after)
         return
     if INTERLEAVED in (before, after):
-        for into, one in zip(target.view(-1, *target.shape[-2:]), source.view(-1, *source.shape[-2:]), strict=True):
-            rows = one.clone() if target is source or before == PLANES else one
-            if before == PLANES:
-                _fill(rows, rows, name, PLANES, FILE)
-            _fill_strips(into, rows, name, inverse=before == INTERLEAVED)
-            if after == PLANES:
-                _fill(into, into, name, FILE, PLANES)
+        if before == PLANES:
+            _fill(target, source, name, PLANES, FILE)
+            source = target
+        strips = max((_GPU_CHUNK if source.is_cuda else _CHUNK) // (_STRIP * source.shape[-1]), 1)
+        for into, one in zip(_in_rows(target), _in_rows(source), strict=True):
+            for new, old in zip(*(torch.split(t, strips * _STRIP) for t in (into, one)), strict=True):
+                _fill_strips(new, old.clone() if target is source else old, name, inverse=before == INTERLEAVED)
+        if after == PLANES:
+            _fill(target, target, name, FILE, PLANES)
         return
     in_place = target is source
     while source.dim() < 3:
@@ -171,6 +173,11 @@ def _fill(target: Tensor, source: Tensor, name: str, before: str, after: str) ->
             apart = [field.apart if order == FILE else _APART for order in (before, after)]
             for new, data in zip(torch.split(there, rows, 1), torch.split(here, rows, 1), strict=True):
                 new.copy_(_repacked(data, field.bits, *apart))
+
+
+def _in_rows(blocks: Tensor) -> tuple[Tensor, ...]:
+    """Matrices as rows: all of a dense stack's together, for strips know no matrix."""
+    return (blocks.view(-1, blocks.shape[-1]),) if blocks.is_contiguous() or blocks.dim() < 3 else blocks.unbind(0)
 
 
 def _views(blocks: Tensor, name: str, arrangement: str) -> list[Tensor]:

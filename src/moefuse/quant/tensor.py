@@ -23,6 +23,7 @@ from moefuse.quant.blocks import unpack
 from moefuse.quant.formats import format_of
 
 _EXACT = ":exact"
+_INTERLEAVED = f":{INTERLEAVED}"
 # Values unpacked at a time: the float32 steps in between stay within a dozen MB, which caches can hold.
 _CHUNK = 2**20
 # Bytes that a GPU rearranges at a time for another device.
@@ -198,8 +199,7 @@ def wrap(weight: Tensor, spec: str | None) -> Tensor | QuantTensor:
     """A weight from what an op's schema carries: the tensor itself, or blocks and their `QuantTensor.spec`."""
     if spec is None:
         return weight
-    name, _, order = spec.removesuffix(_EXACT).partition(":")
-    return QuantTensor(weight, name, spec.endswith(_EXACT), order)
+    return QuantTensor(weight, format_in(spec), spec.endswith(_EXACT), order_in(spec))
 
 
 def unwrap(weight: Any) -> tuple[Any, str | None]:
@@ -214,9 +214,18 @@ def spec_of(text: str) -> str:
     'Q4_K:exact'
     """
     name, colon, mode = text.partition(":")
-    if colon + mode.lower() not in ("", _EXACT):
-        raise ValueError(f"weights: a format may end in :exact, got {text!r}")
-    return format_of(name).name + (_EXACT if mode else "")
+    if colon + mode.lower() not in ("", _EXACT, _INTERLEAVED, _INTERLEAVED + _EXACT):
+        raise ValueError(f"weights: a format may end in :interleaved, :exact or :interleaved:exact, got {text!r}")
+    return format_of(name).name + colon + mode.lower()
+
+
+def order_in(spec: str) -> str:
+    """The arrangement in a `QuantTensor.spec`.
+
+    >>> order_in("Q4_K:interleaved:exact"), order_in("Q4_K:exact")
+    ('interleaved', '')
+    """
+    return spec.removesuffix(_EXACT).partition(":")[2]
 
 
 def format_in(spec: str) -> str:

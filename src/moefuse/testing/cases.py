@@ -59,6 +59,12 @@ _INT8 = {
         8e-2, 5e-2, "gate, up and the heavy-tailed hidden row round, 1.2% together; experts of a token may cancel"
     ),
 }
+# Hopper rounds them to e4m3 for its tensor cores: at most 1/16 of each number, 2.6% of a row.
+_E4M3 = {
+    "grouped_linear": Tolerance(1e-1, 4e-2, "activations in e4m3"),
+    "linear": Tolerance(1e-1, 4e-2, "activations in e4m3"),
+    "experts": Tolerance(2e-1, 1e-1, "gate, up and hidden row round, 5% together; experts of a token may cancel"),
+}
 _INT8_GRADIENT = Tolerance(1e-1, 5e-2, "the forward's activations in 8 bits, and products that may cancel")
 # A gradient passes through two or three more products than its forward, each adding an error of its own.
 _GRADIENT = Tolerance(1e-5, 1e-5, "f32 accumulation, chained products")
@@ -237,16 +243,25 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def tolerance_of(
-    op: str, result: str, value: Tensor, dtype: torch.dtype, *, blocks: bool = False, int8: bool = False
+    op: str,
+    result: str,
+    value: Tensor,
+    dtype: torch.dtype,
+    *,
+    blocks: bool = False,
+    int8: bool = False,
+    e4m3: bool = False,
 ) -> Tolerance:
     """The bound for one result: integers are exact, routing weights are float32 whatever the model is.
 
-    ``blocks``: weights are quantised. ``int8``: so that a backend may round activations to 8 bits.
+    ``blocks``: weights are quantised. ``int8``: so that a backend may round activations to 8 bits. ``e4m3``: to these.
     """
     if not value.is_floating_point():
         return EXACT
     if result.startswith("gradient"):
         return _INT8_GRADIENT if int8 else _GRADIENT
+    if e4m3 and dtype != torch.float32:
+        return _E4M3["experts" if op == "moe" else op]
     if int8:
         return _INT8["experts" if op == "moe" else op]
     if result == "weights":
@@ -293,7 +308,8 @@ def run(
             failures[name] = "missing from the result"
             continue
         errors[name] = difference(got[name], value, whole=name.startswith("gradient"))
-        bound = tolerance_of(case.op, name, value, dtype, blocks=bool(case.specs), int8=case.rounds_activations)
+        rounds = {"int8": case.rounds_activations, "e4m3": device == "cuda" and "FP8" in case.specs}
+        bound = tolerance_of(case.op, name, value, dtype, blocks=bool(case.specs), **rounds)
         if not errors[name].within(bound):
             failures[name] = (
                 f"worst {errors[name].worst:.3g} (at most {bound.worst:g}), rms {errors[name].rms:.3g} "

@@ -47,7 +47,7 @@ from moefuse.types import Activation, Plan, Stacks, Weight
 
 _hopper_error: str | None = None
 try:
-    from moefuse.backends.triton import grouped_linear_hopper, grouped_linear_hopper_blocks
+    from moefuse.backends.triton import grouped_linear_hopper, grouped_linear_hopper_blocks, grouped_linear_hopper_fp8
 
     hopper: ModuleType | None = grouped_linear_hopper
 except ImportError as error:  # Gluon is experimental: another Triton may not have what the kernel is written with
@@ -432,16 +432,21 @@ def product(
     if backends.invariant() and not (x.is_contiguous() and begins_aligned(x)):
         unrecordable("rows are moved")
         x = x.clone(memory_format=torch.contiguous_format)  # where rows lie must not choose the path
-    if plain and hopper is not None and hopper.takes(x, w_rows, u_rows, out, gated):
-        if fill and z is None:
-            out.zero_()
-        tiles = tiles or TokenTiles(plan.offsets, S)
-        run = hopper.swap_ab_product
-        if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
-            run = grouped_linear_hopper_blocks.swap_ab_blocks
-        options = {"gather": gather, "scatter": scatter, "activation": activation}
-        run(x, w_rows, u_rows, tiles, plan.order, out=out, z=z, **options)
-        return
+    if plain and hopper is not None:
+        in_fp8 = not scatter and grouped_linear_hopper_fp8.takes(x, w_rows, u_rows, out, gated)
+        if in_fp8 or hopper.takes(x, w_rows, u_rows, out, gated):
+            if fill and z is None:
+                out.zero_()
+            tiles = tiles or TokenTiles(plan.offsets, S)
+            options = {"gather": gather, "activation": activation, "out": out, "z": z}
+            if in_fp8:
+                grouped_linear_hopper_fp8.swap_ab_fp8(x, w_rows, u_rows, tiles, plan.order, **options)
+                return
+            run = hopper.swap_ab_product
+            if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
+                run = grouped_linear_hopper_blocks.swap_ab_blocks
+            run(x, w_rows, u_rows, tiles, plan.order, scatter=scatter, **options)
+            return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
     if tile.copy_engine and not in_blocks and K % tile.k == 0:

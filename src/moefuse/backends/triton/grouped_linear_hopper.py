@@ -562,6 +562,8 @@ def finish(acc, staging, out_ptrs, first, stop, column, numbers, FORM: gl.conste
         if FORM.gated:
             # Eight gate rows, then the up rows of the same columns, so that one thread has both.
             g, u = acc.reshape([4, 2, 8, TOKENS]).permute([0, 2, 3, 1]).split()
+            if FORM.turned:
+                g, u = u, g
             acc, _, _ = ACT(g, u, numbers, True, False)
             acc = acc.reshape([COLUMNS, TOKENS])
             if z_ptr is not None:

@@ -677,9 +677,6 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
         found = tl.zeros(shape, tl.int32)
         for s in tl.static_range(SLOTS):
             found = _dot4(codes[s], x[s], found, SIGNED)
-    elif _in_e4m3(DECODE):
-        a, b, c, d = _four_e4m3(codes[0])
-        found = a * x[0][0] + b * x[1][0] + c * x[2][0] + d * x[3][0]
     else:
         found = tl.zeros(shape, tl.float32)
         for s in tl.static_range(SLOTS):
@@ -689,6 +686,27 @@ def _sums(codes, x, shape: tl.constexpr, ROUNDED: tl.constexpr, DECODE: tl.const
                 if SIGNED:
                     number -= 128.0
                 found += number * x[i][s]
+    return found
+
+
+@triton.jit
+def _by_fours(x):
+    """Words [RUNS, A, B, 8] by fours, which a thread has together: four of [RUNS, A, B, 2]."""
+    return _four(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, 2, 2]))
+
+
+@triton.jit
+def _e4m3_sums(codes, x):
+    """Codes in words [RUNS, A, B, 8] times x, as `_x_exact` gives it: [RUNS, A, B, 2] float32."""
+    words = _by_fours(codes)
+    x0, x1, x2, x3 = _by_fours(x[0][0]), _by_fours(x[1][0]), _by_fours(x[2][0]), _by_fours(x[3][0])
+    found = tl.zeros(words[0].shape, tl.float32)
+    for i in tl.static_range(4):
+        a, b, c, d = _four_e4m3(words[i])
+        found += a * x0[i]
+        found += b * x1[i]
+        found += c * x2[i]
+        found += d * x3[i]
     return found
 
 
@@ -725,6 +743,15 @@ def _step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
         if _has_minima(DECODE):
             total += (offset_a * factor) * x_sum.to(tl.float32)
     return total
+
+
+@triton.jit
+def _e4m3_step(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    """Likewise of codes in e4m3; ``total`` [RUNS, A, B, 2] is of what one thread loads."""
+    q, _, of_run, strip = loaded
+    slots, factors, _ = x
+    scale, _, _, _ = DECODE(of_run, strip, 0)
+    return total + (scale * factors[0])[:, :, :, None] * _e4m3_sums(q, slots)
 
 
 @triton.jit
@@ -793,6 +820,20 @@ def x_chunks(x, K, RUNS: tl.constexpr, CHUNKS: tl.constexpr, DECODE: tl.constexp
 
 
 @triton.jit
+def _next(loaded, x, start, total, ROUNDED: tl.constexpr, DECODE: tl.constexpr):
+    return (_e4m3_step if _in_e4m3(DECODE) else _step)(loaded, x, start, total, ROUNDED, DECODE)
+
+
+@triton.jit
+def _no_sums(RUNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DECODE: tl.constexpr):
+    if DECODE is not None and _in_e4m3(DECODE):
+        found = tl.zeros([RUNS, A, B, 2], tl.float32)
+    else:
+        found = tl.zeros([RUNS, A, B], tl.float32)
+    return found
+
+
+@triton.jit
 def row_products(
     loaded,
     numbers,
@@ -814,31 +855,35 @@ def row_products(
     """
     A: tl.constexpr = x[0].shape[0]
     B: tl.constexpr = rows[0].shape[1]
-    total = tl.zeros([RUNS, A, B], tl.float32)
-    second = tl.zeros([RUNS, A, B], tl.float32)
+    total = _no_sums(RUNS, A, B, DECODE)
+    second = _no_sums(RUNS, A, B, SECOND)
     if CHUNKS > 0:
         made = ()
         for c in tl.static_range(CHUNKS):
             made = made + (_x_made(numbers[c], x, RUNS, ROUNDED, DECODE, SECOND),)  # noqa: RUF005
         for c in tl.static_range(CHUNKS):
-            total = _step(loaded[c][0], made[c][0], 32 * RUNS * c, total, ROUNDED, DECODE)
+            total = _next(loaded[c][0], made[c][0], 32 * RUNS * c, total, ROUNDED, DECODE)
             if SECOND is not None:
-                second = _step(loaded[c][1], made[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
+                second = _next(loaded[c][1], made[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
     else:
         now = loaded[0]
-        # One step ahead where x is few words: more of them, or numbers, leave no registers for it.
-        AHEAD: tl.constexpr = _rounds(DECODE, ROUNDED) and A <= 2
+        # One step ahead where x is few words, or codes are in e4m3: other numbers leave no registers for it.
+        AHEAD: tl.constexpr = _in_e4m3(DECODE) or (_rounds(DECODE, ROUNDED) and A <= 2)
         for start in range(0, K, 32 * RUNS):
             here = _x_made(_x_loaded(x, start, K, RUNS, DECODE), x, RUNS, ROUNDED, DECODE, SECOND)
             then = now
             if AHEAD:
                 then = load_both(matrices, rows, start + 32 * RUNS, K, RUNS, DECODE, SECOND)
-            total = _step(now[0], here[0], start, total, ROUNDED, DECODE)
+            total = _next(now[0], here[0], start, total, ROUNDED, DECODE)
             if SECOND is not None:
-                second = _step(now[1], here[1], start, second, ROUNDED, SECOND)
+                second = _next(now[1], here[1], start, second, ROUNDED, SECOND)
             if not AHEAD:
                 then = load_both(matrices, rows, start + 32 * RUNS, K, RUNS, DECODE, SECOND)
             now = then
+    if len(total.shape) == 4:
+        total = tl.sum(total, 3)
+    if len(second.shape) == 4:
+        second = tl.sum(second, 3)
     return tl.sum(total, 0), tl.sum(second, 0)
 
 

@@ -109,16 +109,15 @@ def bytes_between(a: Tensor, b: Tensor) -> int:
 
 
 def describe(kind: Any, t: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any = None) -> Any:
-    """A descriptor of ``kind``, Triton's or Gluon's, whose boxes of ``block`` the copy engine brings.
+    """A descriptor of ``kind``, Triton's or with a layout Gluon's, whose boxes of ``block`` the copy engine brings.
 
     A stand-in has no address, which they would look at; it begins where its like does when the launch is made again.
     """
+    known = {} if layout is None else {"layout": layout}
     if recording.recorder is None:
-        return kind(t, shape, strides, block) if layout is None else kind(t, shape, strides, block, layout)
+        return kind(t, shape, strides, block, **known)
     made = kind.__new__(kind)
-    made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
-    if layout is not None:
-        made.layout = layout
+    made.__dict__.update(known, base=t, shape=shape, strides=strides, block_shape=block)
     return made
 
 

@@ -52,6 +52,8 @@ SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
 SELF_DECODED_ROWS = 48
 #: tokens of its tiles -> stages of tokens, and boxes of codes
 SWAP_AB_RINGS = {32: (8, 8), 128: (5, 6)}
+#: likewise stages of grouped_linear_hopper_fp8.py's product
+SWAP_AB_STAGES_FP8 = {32: 8, 64: 7, 128: 5, 256: 4}
 #: tiles of blocks up to this high are multiplied row by row of x, without tensor cores
 FEW_ROWS = 8
 #: of gate rows in blocks beside up rows in numbers, or the other way round: strips of both take their room
@@ -85,8 +87,8 @@ def decode_up_tile(T: int, format: str = "") -> Tile:
     """The tile of the up matrix-vector product; ``m`` is not used."""
     if INTERPRETED:
         return Tile(1, 32, 256 if format else 64, 4, 1)
-    if format == "FP8":
-        return Tile(1, 16, 1024, 4, 1) if T == 1 else Tile(1, 16, 512, 2, 1)
+    if format == "FP8":  # many short programs: one begins to load while another multiplies
+        return Tile(1, 4, 2048, 4, 1)
     if format:  # as many stages as chunks that are loaded at once
         return Tile(1, 16, 1024, 8, 2) if T == 1 else Tile(1, 16, 512, 4, 1)
     return Tile(1, 8, 256, 4, 2 if T == 1 else 3)
@@ -98,8 +100,10 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
         return Tile(1, 16, 256 if format else 64, 4, 1)
     slots = block_of(top_k, 1)
     if format:
-        few = min(8, max(1, 64 // slots))
-        return Tile(1, few, 512, 8, 1) if format == "FP8" else Tile(1, few, 256, 8, 4)
+        n = min(8, max(1, 64 // slots))
+        if format == "FP8":
+            return Tile(1, n, 256, 8 if results <= 2 * _SMALL_CARD * n else 4, 1)
+        return Tile(1, n, 256, 8, 4)
     n = 4 if slots <= 8 else 2
     # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.
@@ -176,6 +180,11 @@ def swap_ab_width(rows_per_expert: float) -> int:
 def swap_ab_blocks_width(rows_per_expert: float) -> int:
     """Likewise of grouped_linear_hopper_blocks.py's product."""
     return 32 if rows_per_expert <= SELF_DECODED_ROWS else 128
+
+
+def swap_ab_fp8_width(rows_per_expert: float) -> int:
+    """Likewise of grouped_linear_hopper_fp8.py's product."""
+    return 32 if rows_per_expert <= SELF_DECODED_ROWS else swap_ab_width(rows_per_expert)
 
 
 def _fitted(tile: Tile, itemsize: int, gated: bool, device: torch.device) -> Tile:
