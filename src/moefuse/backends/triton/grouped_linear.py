@@ -438,14 +438,14 @@ def product(
             if fill and z is None:
                 out.zero_()
             tiles = tiles or TokenTiles(plan.offsets, S)
-            options = {"gather": gather, "activation": activation, "out": out, "z": z}
+            given = x, w_rows, u_rows, tiles, plan.order
             if in_fp8:
-                grouped_linear_hopper_fp8.swap_ab_fp8(x, w_rows, u_rows, tiles, plan.order, **options)
+                grouped_linear_hopper_fp8.swap_ab_fp8(*given, gather=gather, activation=activation, out=out, z=z)
                 return
             run = hopper.swap_ab_product
             if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
                 run = grouped_linear_hopper_blocks.swap_ab_blocks
-            run(x, w_rows, u_rows, tiles, plan.order, scatter=scatter, **options)
+            run(*given, gather=gather, activation=activation, out=out, scatter=scatter, z=z)
             return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0
