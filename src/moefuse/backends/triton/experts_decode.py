@@ -317,4 +317,5 @@ def experts_decode(
 def _sums_over(K: int, tile: Tile, format: str, rounded: bool) -> tuple[int, int]:
     """K, and its chunks where all are loaded at once, for weights in blocks; numbers are compiled for any K."""
     chunks = ceil_div(K, tile.k)
-    return (K, chunks if rounded and chunks <= tile.stages else 0) if format else (0, 0)
+    at_once = chunks == 1 or (rounded and chunks <= tile.stages)
+    return (K, chunks if at_once else 0) if format else (0, 0)

@@ -438,13 +438,14 @@ def product(
             if fill and z is None:
                 out.zero_()
             tiles = tiles or TokenTiles(plan.offsets, S)
-            run = hopper.swap_ab_product
+            given = x, w_rows, u_rows, tiles, plan.order
             if in_fp8:
-                run = grouped_linear_hopper_fp8.swap_ab_fp8
-            elif w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
+                grouped_linear_hopper_fp8.swap_ab_fp8(*given, gather=gather, activation=activation, out=out, z=z)
+                return
+            run = hopper.swap_ab_product
+            if w_rows.format and not hopper.decodes_ahead(tiles.load, K, w_rows.format):
                 run = grouped_linear_hopper_blocks.swap_ab_blocks
-            options = {"gather": gather, "activation": activation} | ({} if in_fp8 else {"scatter": scatter})
-            run(x, w_rows, u_rows, tiles, plan.order, out=out, z=z, **options)
+            run(*given, gather=gather, activation=activation, out=out, scatter=scatter, z=z)
             return
     x_desc = half_desc = w_desc = u_desc = None
     u_first = 0

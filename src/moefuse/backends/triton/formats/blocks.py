@@ -867,7 +867,7 @@ def row_products(
                 second = _next(loaded[c][1], made[c][1], 32 * RUNS * c, second, ROUNDED, SECOND)
     else:
         now = loaded[0]
-        # One step ahead where x is few words, or codes take no room but their own: else no registers are left for it.
+        # One step ahead where x is few words, or codes are in e4m3: other numbers leave no registers for it.
         AHEAD: tl.constexpr = _in_e4m3(DECODE) or (_rounds(DECODE, ROUNDED) and A <= 2)
         for start in range(0, K, 32 * RUNS):
             here = _x_made(_x_loaded(x, start, K, RUNS, DECODE), x, RUNS, ROUNDED, DECODE, SECOND)

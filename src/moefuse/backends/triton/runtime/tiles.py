@@ -100,10 +100,10 @@ def decode_down_tile(results: int, K: int, top_k: int, format: str = "") -> Tile
         return Tile(1, 16, 256 if format else 64, 4, 1)
     slots = block_of(top_k, 1)
     if format:
-        few = min(8, max(1, 64 // slots))
+        n = min(8, max(1, 64 // slots))
         if format == "FP8":
-            return Tile(1, few, 256, 8 if results <= 2 * _SMALL_CARD * few else 4, 1)
-        return Tile(1, few, 256, 8, 4)
+            return Tile(1, n, 256, 8 if results <= 2 * _SMALL_CARD * n else 4, 1)
+        return Tile(1, n, 256, 8, 4)
     n = 4 if slots <= 8 else 2
     # A program has one chunk of each row under way: a short one where programs fill the card, but 256 bytes of a long
     # row, and of a single one all there is room for. Fewer slots leave room for more of each.
