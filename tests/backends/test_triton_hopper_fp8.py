@@ -46,7 +46,8 @@ def in_e4m3(x: Tensor) -> Tensor:
     """What x [.., K] is rounded to: e4m3 with a scale for 128 columns, the largest number 448."""
     runs = x.float().unflatten(-1, (-1, 128))
     most = runs.abs().amax(-1, keepdim=True)
-    codes = torch.where(most > 0, runs * (448 / most), 0).to(torch.float8_e4m3fn)
+    factor = torch.full_like(most, 448).div(most)  # 448 / most is a reciprocal times 448, and breaks ties otherwise
+    codes = torch.where(most > 0, runs * factor, 0).to(torch.float8_e4m3fn)
     return (codes.double() * (most / 448).double()).flatten(-2)
 
 
