@@ -246,6 +246,8 @@ def attention(
         elif _steps(module, q, attention_mask):
             last = torch.full((1,), k.shape[2] - 1, dtype=torch.int64, device=q.device)
             mask = None if attention_mask is None else attention_mask[:, 0, 0].expand(B, -1)
+            # A mask knows of the window, too, and of places of a cache that are not filled yet.
+            window = window if mask is None else None
             out = attend(q[:, :, 0], k, v, last, mask=mask, scale=rule.scale, window=window, sinks=sinks)
         else:
             interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _eager_of(module))
