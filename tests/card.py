@@ -652,7 +652,7 @@ def jobs(sections: list[str], dry: bool, batches: int) -> Iterator[Job]:
                 )  # fmt: skip
 
 
-def run_job(job: Job, out: Path, ends: float, per_job: float) -> list[dict[str, Any]]:
+def run_job(job: Job, out: Path, ends: float, per_job: float, threads: dict[str, str]) -> list[dict[str, Any]]:
     """One line for each check: name, what went wrong or None, seconds."""
     if job.prefix and shutil.which(job.prefix[0]) is None:
         return [{"name": job.name, "wrong": f"not run: {job.prefix[0]} is not here", "seconds": 0}]
@@ -670,7 +670,9 @@ def run_job(job: Job, out: Path, ends: float, per_job: float) -> list[dict[str, 
             if left <= 0:
                 found.append({"name": f"{job.name} from check {start + 1} on", "wrong": "not run: no time left"})
                 break
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | job.environment)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=threads | os.environ | job.environment
+            )
             try:
                 code: int | None = process.wait(timeout=left)
             except subprocess.TimeoutExpired:
@@ -758,9 +760,13 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sections}
+    # torch's threads of one process would wait for cores that another's hold
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // given.processes))}
     with ThreadPoolExecutor(given.processes) as pool:
         running = {
-            pool.submit(run_job, job, given.out, began + given.budget, given.job_budget or SECTIONS[job.section]): job
+            pool.submit(
+                run_job, job, given.out, began + given.budget, given.job_budget or SECTIONS[job.section], threads
+            ): job
             for job in jobs(sections, given.dry, given.batches)
         }
         for future in as_completed(running):
