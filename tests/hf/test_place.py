@@ -19,7 +19,8 @@ from moefuse.cli import app, options
 from moefuse.hf.place import place_model
 from moefuse.hf.support import on_interface
 from moefuse.nn import Placement, RoutingTape, add_lora, placement
-from moefuse.nn.placement import placed, placement_of
+from moefuse.nn.place import placed, placement_of
+from moefuse.nn.placed_experts import PlacedExperts
 from moefuse.nn.rates import Rates
 
 SLOW_BUS, FAST_BUS = Rates(1.0, 1.0, 1e12, 1e15), Rates(1e15, 1e15, 1.0, 1.0)
@@ -143,7 +144,7 @@ def test_out_of_memory_in_the_middle_of_a_text(
     if where == "attention":
         monkeypatch.setattr(hf.layers, "attention", failing(hf.layers.attention))
     else:
-        monkeypatch.setattr(placement.PlacedExperts, "_together", failing(placement.PlacedExperts._together))
+        monkeypatch.setattr(PlacedExperts, "_together", failing(PlacedExperts._together))
     assert torch.equal(model.generate(x, max_new_tokens=12, **PLAIN), want)
     assert "the GPU's memory ran out: from now on 2 experts of each layer have a slot, no longer 4" in caplog.text
     calls = 0

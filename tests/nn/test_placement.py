@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from moefuse import Activation, QuantTensor, Routing, experts, quantize
 from moefuse.nn import MoE, Placement, placement, rates
-from moefuse.nn.placement import PlacedExperts, bytes_of, placed
+from moefuse.nn.place import placed
+from moefuse.nn.placed_experts import PlacedExperts
 from moefuse.nn.rates import Rates
 from moefuse.nn.shared import stack_arguments
+from moefuse.nn.sizes import bytes_of
+from moefuse.nn.stack_memory import nbytes_of, tensors_of
 from moefuse.quant.arrange import _TAKEN, WANTED
 from moefuse.types import Stacks
 
@@ -134,7 +137,7 @@ def test_together_they_give_what_the_op_gives(device: SlowDevice, kind: str, slo
 def test_streamed_they_give_what_the_op_gives(kind: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks, activation = KINDS[kind]()
     rule = Activation("relu2", gated=False) if activation == "relu2" else Activation(activation)
-    bytes_each = sum(placement.nbytes_of(w) for w in placement.tensors_of(stacks).values()) // E
+    bytes_each = sum(nbytes_of(w) for w in tensors_of(stacks).values()) // E
     monkeypatch.setattr(placement, "GROUP", 3 * bytes_each)
     layer = layer_of(stacks, slots)
     layer.activation = rule
@@ -158,8 +161,8 @@ def test_blocks_that_the_device_wants_in_another_order(bus: str, order: str, mon
     stacks = blocks("Q4_K", "Q8_0", "Q6_K")
     stacks = stacks._replace(gate_up=stacks.gate_up.arranged(order), down=stacks.down.arranged(order))
     layer = layer_of(stacks, 3)
-    assert layer.slots is not None
-    assert layer.slots.specs == ("Q4_K:planes:exact", "Q8_0:planes:exact", "Q6_K:planes:exact")
+    assert layer.slots.stacks is not None
+    assert layer.slots.stacks.specs == ("Q4_K:planes:exact", "Q8_0:planes:exact", "Q6_K:planes:exact")
     with torch.no_grad():
         for number, ids in enumerate((*skewed(40), *skewed(40, shift=4))):
             T = 1 + number % 2
@@ -213,7 +216,7 @@ def test_every_step_is_right_while_experts_move(device: SlowDevice, late: int) -
         with layer.placement.still():
             pass
     assert layer.residency.moves >= 3
-    assert layer.placement.moved_bytes == layer.residency.moves * layer.expert_bytes
+    assert layer.placement.facts()["moved_bytes"] == layer.residency.moves * layer.expert_bytes
     assert not layer.residency.moving
     assert "moves of" in str(layer.placement)
 

@@ -347,7 +347,8 @@ def _refuse_parallel(model: str, parallel: str, shows_load: bool) -> None:
 def _refuse_placement(
     experts: str | None, gpu_memory: str | None, target: torch.device, parallel: str | None, compare: bool
 ) -> None:
-    from moefuse.nn.placement import WORDS, bytes_of
+    from moefuse.nn.placement import WORDS
+    from moefuse.nn.sizes import bytes_of
 
     hint = "--gpu-memory" if experts is None else "--experts-on"
     if experts is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moefuse.hf.cache import StepCache
 from moefuse.nn.accelerator import Captured
-from moefuse.nn.placement import placed, placement_of
+from moefuse.nn.place import placed, placement_of
 from moefuse.nn.routing_tape import is_taped
 from moefuse.ops._core.checks import check_count
 from moefuse.ops._core.invariance import is_invariant

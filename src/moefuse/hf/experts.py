@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moefuse import experts, plan
 from moefuse.hf.gguf_experts import BlockExperts
-from moefuse.nn.placement import placed
+from moefuse.nn.place import placed
 from moefuse.nn.recognize import activation_of, layout_of
 from moefuse.nn.routing_tape import Player, Tape
 from moefuse.nn.shared import stack_arguments

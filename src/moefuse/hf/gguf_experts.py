@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
-from moefuse.nn.placement import placed
+from moefuse.nn.place import placed
 from moefuse.nn.quantized import BlockModule, QuantEmbedding, QuantLinear, QuantModule
 from moefuse.nn.shared import stack_arguments
 from moefuse.ops.composed import composed

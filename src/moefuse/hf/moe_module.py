@@ -14,7 +14,7 @@ from moefuse import experts, gate, moe
 from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import BlockExperts
 from moefuse.hf.support import interface_of
-from moefuse.nn.placement import placed
+from moefuse.nn.place import placed
 from moefuse.nn.recognize import LayerRule, NotRecognized, mlp_of, once, place_of, rule_of, structure_of, tensor_at
 from moefuse.nn.routing_tape import routed
 from moefuse.nn.shared import one_expert, shared_expert, shared_logit, stack_arguments

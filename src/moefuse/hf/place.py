@@ -13,7 +13,8 @@ from moefuse.hf.cache import StepCache
 from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import TENSORS, BlockExperts
 from moefuse.hf.support import on_interface
-from moefuse.nn.placement import Placement, place, unplace
+from moefuse.nn.place import place, unplace
+from moefuse.nn.placement import Placement
 
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 

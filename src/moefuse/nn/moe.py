@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.lora import ExpertsLoRA
-from moefuse.nn.placement import Placement, place, placed, unplace
+from moefuse.nn.place import place, placed, unplace
+from moefuse.nn.placement import Placement
 from moefuse.nn.quantized import BlockModule
 from moefuse.nn.routing_tape import Recorder, Tape, routed, router_logits
 from moefuse.nn.shared import autocast_type, shared_expert, shared_logit, stack_arguments

@@ -68,6 +68,12 @@ class Residency:
         self.hits = self.misses = self.moves = 0
         self._calls = 0
 
+    def again(self, slots: int, load: Sequence[float] | None = None) -> Residency:
+        """As many slots for the same experts; what was counted so far goes on."""
+        made = Residency(self.experts, slots, load)
+        made.hits, made.misses, made.moves = self.hits, self.misses, self.moves
+        return made
+
     def note(self, used: Mapping[int, int]) -> None:
         """Experts were used so often in a call; a number that is none is left out."""
         inside, uses, hits, asked = set(self.slots), self.uses, 0, 0
