@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefuse
 from moefuse import QuantTensor
-from moefuse.backends.cpu import _native
-from moefuse.backends.cpu.interleave import interleaved
+from moefuse.backends.cpu import _native, interleave
+from moefuse.ops._core.arrange import arranged
 from moefuse.quant import arrange
 from moefuse.quant.arrange import FIELDS, INTERLEAVED, PLANES
 from moefuse.quant.formats import FORMATS, Format
@@ -278,9 +279,12 @@ def test_interleaved_rows(form: Format, rng: torch.Generator) -> None:
     assert torch.equal(made.arranged("").blocks, rows)
     assert torch.equal(made.arranged(PLANES).blocks, stack.arranged(PLANES).blocks)
     assert torch.equal(stack.arranged(PLANES).arranged(INTERLEAVED).blocks, made.blocks)
+    wide = QuantTensor(torch.cat([rows, rows], 0)[::2], form.name)
+    twice = replace(wide, blocks=torch.zeros_like(wide.blocks), arrangement=INTERLEAVED)
     if _native.core is not None:
-        wide = torch.cat([rows, rows], 0)[::2]
-        assert torch.equal(interleaved(QuantTensor(wide, form.name)).blocks, torch.stack([made.blocks[0]] * 2))
+        assert interleave.arrange(twice, wide)
+        assert torch.equal(twice.blocks, torch.stack([made.blocks[0]] * 2))
+    assert torch.equal(arranged(wide, INTERLEAVED).blocks, torch.stack([made.blocks[0]] * 2))
     in_place = rows.clone()
     arrange.rearrange_(in_place, form.name, "", INTERLEAVED)
     assert torch.equal(in_place, made.blocks)

@@ -10,6 +10,7 @@ A backend is a package beside this file that offers
 * ``describe()``: facts for ``moefuse info``;
 * optionally ``SAVES``: False where its ``experts`` cannot keep the pre-activations for a backward pass;
 * optionally ``emulates()``: device types beyond its row's that it runs on when asked by name;
+* optionally ``arrange(target, source)``: writes blocks in the target's arrangement; False where no kernel does;
 * optionally ``record(run, tensors)``: a function that does with other tensors, laid out like these, what ``run`` does
   with these, for less; or None where it cannot. See `moefuse.ops._core.replay`.
 
@@ -65,6 +66,10 @@ class Backend:
     def saves(self) -> bool:
         """Whether its ``experts`` can keep what a backward pass needs."""
         return bool(getattr(self.load(), "SAVES", True))
+
+    def arrange(self) -> Callable[[Any, Any], bool] | None:
+        """Its kernel that arranges blocks, if it has one."""
+        return getattr(self.load(), "arrange", None)
 
     def emulated(self) -> tuple[str, ...]:
         """Devices it runs on only when asked by name."""

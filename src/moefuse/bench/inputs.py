@@ -12,7 +12,7 @@ import moefuse
 from moefuse.bench import machine
 from moefuse.bench.floor import BEYOND_CACHE
 from moefuse.bench.shapes import Shape
-from moefuse.ops._core.memory import interleaved
+from moefuse.ops._core.arrange import arranged
 from moefuse.quant.arrange import INTERLEAVED, wanted
 from moefuse.quant.formats import FORMATS
 from moefuse.quant.tensor import QuantTensor, arrange_, format_in, in_file_order, order_in, wrap
@@ -116,7 +116,7 @@ def make_layers(shape: Shape, dtype: torch.dtype, device: torch.device, count: i
         stacked = wrap(blocks, in_file_order(spec))
         assert isinstance(stacked, QuantTensor)
         order = wanted(blocks, order_in(spec))
-        return interleaved(stacked) if order == INTERLEAVED else arrange_(stacked, order)
+        return arranged(stacked, order) if order == INTERLEAVED else arrange_(stacked, order)
 
     def experts(which: int, *sizes: int) -> Tensor | QuantTensor:
         if shape.weights is None:

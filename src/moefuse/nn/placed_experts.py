@@ -16,8 +16,8 @@ from moefuse.nn.shared import stack_arguments
 from moefuse.nn.slots import Slots
 from moefuse.nn.stack_memory import bytes_in, differ, nbytes_of, stacks_within, tensors_of
 from moefuse.nn.staging import CallMemory, StreamBuffer
+from moefuse.ops._core.arrange import arrange_into
 from moefuse.ops._core.invariance import is_invariant
-from moefuse.ops._core.memory import arrange_into
 from moefuse.ops.combine import combine
 from moefuse.ops.experts import experts
 from moefuse.types import Activation, Stacks, Tail

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.nn.shared import autocast_type
+from moefuse.ops._core.arrange import arranged
 from moefuse.ops._core.checks import FLOATS, check_instance, check_tensor
-from moefuse.ops._core.memory import interleaved
 from moefuse.ops.linear import linear
 from moefuse.quant.arrange import FILE, INTERLEAVED, can_interleave, wanted
 from moefuse.quant.tensor import QuantTensor, arrange_, in_file_order, wrap
@@ -117,7 +117,7 @@ def interleave_(model: nn.Module) -> None:
         mapped = weight.device.type == "cpu" and weight.arrangement == FILE
         if mapped and at in multiplied and can_interleave(weight.format, weight.shape[-2]):
             if at not in made:
-                made[at] = interleaved(weight)
+                made[at] = arranged(weight, INTERLEAVED)
             module._hold(name, replace(weight, blocks=made[at].blocks, arrangement=INTERLEAVED))
 
 

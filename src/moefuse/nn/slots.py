@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefuse.nn.residency import Residency
 from moefuse.nn.stack_memory import bytes_in, differ, stacks_like, stacks_within, tensors_of
-from moefuse.ops._core.memory import arrange_into
+from moefuse.ops._core.arrange import arrange_into
 from moefuse.types import Stacks
 
 if TYPE_CHECKING:

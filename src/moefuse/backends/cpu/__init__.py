@@ -8,6 +8,7 @@ import torch
 
 from moefuse import backends, config
 from moefuse.backends.cpu import _native
+from moefuse.backends.cpu.interleave import arrange as arrange
 from moefuse.backends.cpu.replay import record as record
 
 OPS = backends.functions_in(__name__)

@@ -52,11 +52,13 @@ def describe() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """``OPS``, ``FORMATS`` and ``record`` import triton, so they are made when first asked for."""
+    """``OPS``, ``FORMATS``, ``arrange`` and ``record`` import triton, so they are made when first asked for."""
     if name == "OPS":
         found: Any = backends.functions_in(__name__)
     elif name == "FORMATS":
         found = frozenset(importlib.import_module(f"{__name__}.formats.blocks").DECODERS)
+    elif name == "arrange":
+        found = importlib.import_module(f"{__name__}.planes").arrange
     elif name == "record":
         found = importlib.import_module(f"{__name__}.runtime.replay").record
     else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moefuse.backends.triton.runtime.launch import ceil_div, launch
-from moefuse.quant.arrange import FIELDS, INTERLEAVED
+from moefuse.quant.arrange import FIELDS, INTERLEAVED, PLANES
 from moefuse.quant.formats import FORMATS
+from moefuse.quant.tensor import QuantTensor
 
 _BLOCK = 1024
 # Rows that are interleaved, and values of a plane that share a byte, as `moefuse.quant.arrange` has them.
@@ -60,17 +60,21 @@ def _planes_kernel(
     tl.store(target_ptr + matrix + before + at, made.to(tl.uint8), mask)
 
 
-def into_planes(target: Tensor, source: Tensor, name: str, arrangement: str) -> None:
-    """``[E, N, row bytes]`` of a format in another arrangement, in other memory; both are dense."""
-    nbytes = FORMATS[name].nbytes
-    E, N, row = source.shape
+def arrange(target: QuantTensor, source: QuantTensor) -> bool:
+    """Dense stacks into planes, from any other order; no other arrangement has a kernel here."""
+    blocks = source.blocks
+    if target.arrangement != PLANES or blocks.dim() != 3 or blocks[0].numel() >= 2**31:
+        return False
+    nbytes = FORMATS[source.format].nbytes
+    E, N, row = blocks.shape
     count, before = row // nbytes, 0
-    for field in FIELDS[name]:
+    for field in FIELDS[source.format]:
         length = field.stop - field.start
         total = N * count * length
         launch(
-            _planes_kernel, (ceil_div(total, _BLOCK), E), source, target, count, N * count * before, total, N * row,
-            NBYTES=nbytes, START=field.start, LENGTH=length, BITS=field.bits, APART=field.apart,
-            INTERLEAVES=arrangement == INTERLEAVED, BLOCK=_BLOCK, num_warps=4,
+            _planes_kernel, (ceil_div(total, _BLOCK), E), blocks, target.blocks, count, N * count * before, total,
+            N * row, NBYTES=nbytes, START=field.start, LENGTH=length, BITS=field.bits, APART=field.apart,
+            INTERLEAVES=source.arrangement == INTERLEAVED, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
         before += length
+    return True

@@ -15,17 +15,12 @@ Blocks of a `QuantTensor` have rules of their own, which it checks when it is ma
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from moefuse.backends import find
-from moefuse.backends.cpu.interleave import interleaved as interleaved  # for modules that arrange their blocks
-from moefuse.quant.arrange import PLANES
-from moefuse.quant.tensor import QuantTensor
 from moefuse.types import Plan
 
 P = ParamSpec("P")
@@ -91,24 +86,6 @@ def has_values(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     return all(t is None or (type(t) in DENSE and t.device.type != "meta") for t in tensors)
-
-
-def arrange_into(target: QuantTensor, source: QuantTensor) -> None:
-    """The same stack in the target's arrangement and memory, where the source does not lie; both are dense."""
-    small = source.blocks[0].numel() < 2**31
-    if source.blocks.is_cuda and target.arrangement == PLANES and small and _into_planes() is not None:
-        _into_planes()(target.blocks, source.blocks, source.format, source.arrangement)
-    else:
-        target.blocks.copy_(source.arranged(target.arrangement).blocks)
-
-
-@functools.cache
-def _into_planes() -> Any:
-    """Triton's kernel for it, where Triton runs; a fifth of the launches that torch would need."""
-    backend = find("triton")
-    if backend is None or backend.missing() is not None:
-        return None
-    return importlib.import_module("moefuse.backends.triton.planes").into_planes
 
 
 def _end(t: Tensor, begin: int) -> int:
