@@ -1,11 +1,11 @@
 """The CPU kernels: every instruction set, the same bits whatever the threads, forks, callers, and life without them."""
 
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from callers import run_callers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,20 +174,7 @@ def test_no_bit_depends_on_threads_or_other_rows(dtype: torch.dtype, spec: str |
 def test_several_callers_at_once() -> None:
     made = [layer(9, 8, 128, 64, 2, torch.float32) for _ in range(4)]
     want = [run_layer(one) for one in made]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(30):
-            if not torch.equal(run_layer(made[i]), want[i]):
-                wrong.append(i)
-
-    callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(60)
-    assert not wrong
-    assert not any(caller.is_alive() for caller in callers)
+    run_callers(lambda i: torch.equal(run_layer(made[i]), want[i]), 30)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -5,13 +5,13 @@ import ctypes
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from callers import run_callers
 from torch import Tensor
 
 import moefuse
@@ -510,20 +510,7 @@ def test_several_callers_of_one_recording() -> None:
     block = Block(CPU)
     given = [(block.random(5, H), block.random(5, H)) for _ in range(4)]
     want = [block(*one) for one in given]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(200):
-            if not all(map(torch.equal, block(*given[i]), want[i])):
-                wrong.append(i)
-
-    callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(60)
-    assert not wrong
-    assert not any(caller.is_alive() for caller in callers)
+    run_callers(lambda i: all(map(torch.equal, block(*given[i]), want[i])), 200)
     assert recordings() == 1
 
 

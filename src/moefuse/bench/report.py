@@ -34,18 +34,18 @@ def duration(seconds: float) -> str:
     return f"{value:.{max(0, 2 - int(math.log10(max(value, 1.0))))}f} {unit}"
 
 
+def titled(title: str) -> Table:
+    """A table without columns, as the commands print them."""
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+
+
 def table(result: Result, leave_out: Collection[str] = ()) -> Table:
     """One section per token count. Columns that nothing fills are left out."""
     rows = result.rows
     columns = {heading: write for heading, write in _columns(result).items() if heading not in leave_out}
-    shown = Table(
-        title=f"{result.title}, {result.dtype}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    shown = titled(f"{result.title}, {result.dtype}")
     for heading in columns:
         left = heading in ("who", "mode")
         shown.add_column(heading, justify="left" if left else "right", no_wrap=True)
@@ -99,14 +99,7 @@ def _who(row: Row, dtype: str) -> str:
 def matrix(results: Sequence[Result]) -> Table:
     """Block formats under each other, one section per token count: what each takes, its floor, and numbers' time."""
     dtype, (scope, *others) = results[0].dtype, _scopes(results)
-    shown = Table(
-        title=f"{results[0].title.split(' in ')[0]}, formats beside {dtype}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    shown = titled(f"{results[0].title.split(' in ')[0]}, formats beside {dtype}")
     peers = list(dict.fromkeys(name for result in results for row in result.rows for name in row.faster_than))
     headings = ["T", "weights", "bits", scope, "floor", "x\nfloor", dtype, f"over\n{dtype}"]
     headings += [heading for other in others for heading in (other, f"over\n{dtype}")]

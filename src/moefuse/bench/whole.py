@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from moefuse.bench import machine, whole_worker
+from moefuse.bench.report import titled
 from moefuse.bench.result import OURS
 from moefuse.quant.gguf import Malformed, read
 
@@ -226,7 +225,7 @@ def as_text(result: WholeResult) -> str:
 def print_result(result: WholeResult, console: Console) -> None:
     """A row per figure: ours, the peer's, and how many times better ours is."""
     names = list(result.first_token)
-    shown = Table(title=Path(result.path).name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = titled(Path(result.path).name)
     for heading in ("", *names, "gain" if len(names) > 1 else ""):
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 

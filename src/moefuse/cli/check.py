@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from moefuse import backends, config
+from moefuse.bench.report import titled
 from moefuse.cli import options
 from moefuse.cli.info import versions
 from moefuse.testing import invariance
@@ -54,13 +54,7 @@ def _simulate(backend: str | None) -> str:
 
 
 def _summary(outcomes: list[Outcome]) -> Table:
-    table = Table(
-        title="Cases passed, and the largest error relative to its row",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = titled("Cases passed, and the largest error relative to its row")
     for column in ("backend", "op", "float32", "bfloat16", "float16"):
         table.add_column(column, no_wrap=column in ("backend", "op"), min_width=len(column))
     rows: dict[tuple[str, str], dict[torch.dtype, list[Outcome]]] = {}
@@ -109,13 +103,7 @@ def _invariant(targets: list[tuple[str, str]], batches: int, seed: int, as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         console = Console()
-        table = Table(
-            title="Batches of which a row's bits differ from the token alone",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
+        table = titled("Batches of which a row's bits differ from the token alone")
         for column in ("backend", "op", "dtype", "batches", "differing"):
             table.add_column(column, no_wrap=True)
         for *names, count, wrong in _counts(found):

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from moefuse.bench.report import fits
+from moefuse.bench.report import fits, titled
 from moefuse.nn.from_gguf import FAMILIES, expert_layers, read_rule
 from moefuse.quant.gguf import GGUFFile, read
 
@@ -92,7 +90,7 @@ def _show(known: dict[str, Any], console: Console) -> None:
         console.print(f"[yellow]MoE.from_gguf does not take this file:[/] {escape(reason)}")
     rows = [_row(layers, row) for layers, row in groups]
     filled = [name for name in rows[0] if any(row[name] for row in rows)]
-    table = Table(title="Experts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = titled("Experts")
     for name in filled:
         table.add_column(name, no_wrap=True, justify="right" if name in ("MiB each", "bits") else "left")
     for cells in rows:

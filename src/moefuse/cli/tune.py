@@ -146,10 +146,10 @@ def _print(title: str, findings: list[bench_tune.Finding], console: Console) -> 
 
 
 def _table(title: str, findings: list[bench_tune.Finding]) -> Table:
-    caption = "times are of one layer's experts, both products"
+    table = report.titled(title)
+    table.caption = "times are of one layer's experts, both products"
     if findings and findings[0].product.startswith("linear"):
-        caption = "times are of one product"
-    table = Table(title=title, title_justify="left", caption=caption)
+        table.caption = "times are of one product"
     for column in ("T", "product", "built-in tile", "time", "best tile", "time", "gain", "tried", "wrong", "failed"):
         table.add_column(column, justify="left" if column.endswith(("product", "tile")) else "right")
     for found in findings:
