@@ -1,12 +1,10 @@
 """attend and rope as a card would run them: they compile without one, and cut places into parts as they should."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu import compile_apart
 
 import moefuse
 from moefuse.testing import cases
@@ -83,21 +81,13 @@ print("all", flush=True)
 """
 
 
-def run(code: str, tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
-    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.endswith("all\n")
-
-
 def test_they_compile_without_a_card(tmp_path: Path) -> None:
     variants = [("bf16", 8, 128, False), ("fp16", 1, 80, True), ("fp32", 16, 256, True)]
-    run(f"VARIANTS = {variants}\n{_COMPILE}{_VARIANTS}", tmp_path)
+    compile_apart(f"VARIANTS = {variants}\n{_COMPILE}{_VARIANTS}", tmp_path)
 
 
 def test_a_mask_leaves_the_order_of_invariant_sums(tmp_path: Path) -> None:
-    run(_COMPILE + _SUMS, tmp_path)
+    compile_apart(_COMPILE + _SUMS, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda pair: pair[1])

@@ -2,15 +2,13 @@
 
 import dataclasses
 import itertools
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu import HOPPER, compile_apart, on_hopper
 from torch import Tensor
 
 import moefuse
@@ -25,8 +23,6 @@ from moefuse.testing.random_blocks import random_blocks
 from moefuse.types import ACTIVATION_KINDS, Activation, Plan, Stacks
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="its instructions are Hopper's, and no interpreter has them")
 
 WIDTHS = (64, 128, 256)
 #: those of the product that decodes for itself
@@ -316,13 +312,9 @@ SOME_TURNED = [("Q4_K", False, 256), ("Q8_0", True, 64)]
 def test_it_compiles_without_a_card(
     variants: list[Variant], turned: list[tuple[str, bool, int]], tmp_path: Path
 ) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded; one for all saves its start."""
+    """One process for all saves its start."""
     pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
-    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    code = f"VARIANTS = {variants}\nTURNED = {turned}\n{_COMPILE}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.endswith("all\n")
+    compile_apart(f"VARIANTS = {variants}\nTURNED = {turned}\n{_COMPILE}", tmp_path)
 
 
 @pytest.fixture

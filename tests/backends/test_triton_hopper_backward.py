@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import compile_apart, on_hopper
 from torch import Tensor
 
 import moefuse
 from moefuse.testing.poison import poisoned
 from moefuse.types import Plan
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="its instructions are Hopper's, and no interpreter has them")
 
 
 def plan_of(rows: list[int], top_k: int = 1, device: str = "cpu", without: int = 0) -> Plan:
@@ -94,12 +92,8 @@ print("all", flush=True)
 
 
 def test_it_compiles_without_a_card(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
     pytest.importorskip("moefuse.backends.triton.grouped_outer_hopper")
-    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    found = subprocess.run([sys.executable, "-c", _COMPILE], env=own, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.endswith("all\n")
+    compile_apart(_COMPILE, tmp_path)
 
 
 # On a card

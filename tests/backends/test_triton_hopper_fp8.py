@@ -1,15 +1,13 @@
 """Weights in FP8 on Hopper's tensor cores: who takes them, how activations are rounded, and what the product gives."""
 
 import math
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu import compile_apart, on_hopper
 from torch import Tensor
 
 import moefuse
@@ -23,8 +21,6 @@ from moefuse.testing.random_blocks import random_blocks
 from moefuse.types import ACTIVATION_KINDS, Activation, Plan, Stacks
 
 TARGETS = [target for target in cases.runnable(emulated=True) if target[0] == "triton"]
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="its instructions are Hopper's, and no interpreter has them")
 
 WIDTHS = (32, 64, 128, 256)
 #: rows of an expert at which a tile of one of these widths changes its shape, or another tile begins
@@ -161,13 +157,8 @@ ALL_VARIANTS = [(gated, width, 512 if width > 32 else 128) for gated in (True, F
     ids=["some", "every"],
 )
 def test_it_compiles_without_a_card(variants: list[tuple[bool, int, int]], tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
     pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper_fp8")
-    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    code = f"VARIANTS = {variants}\n{_COMPILE}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.endswith("all\n")
+    compile_apart(f"VARIANTS = {variants}\n{_COMPILE}", tmp_path)
 
 
 class Routed:

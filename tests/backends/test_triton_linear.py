@@ -1,13 +1,11 @@
 """linear on Triton: how many launches, and what the compiler makes of its kernel, which the interpreter cannot show."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu import compile_apart
 
 import moefuse
 from moefuse.testing import cases
@@ -95,9 +93,4 @@ VARIANTS = [
 
 @pytest.mark.skipif(not hasattr(JITFunction, "_pack_args"), reason="this Triton binds arguments in another way")
 def test_it_compiles_without_a_card(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when Triton is loaded."""
-    own = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    code = f"VARIANTS = {VARIANTS}\n{_COMPILE}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=own)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.endswith("all\n")
+    compile_apart(f"VARIANTS = {VARIANTS}\n{_COMPILE}", tmp_path)
