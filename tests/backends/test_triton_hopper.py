@@ -210,7 +210,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from moefuse.backends.triton.activations import ACTIVATIONS
-from moefuse.backends.triton.formats.blocks import DECODERS, box_bytes
+from moefuse.backends.triton.formats.blocks import DECODERS
+from moefuse.backends.triton.formats.numbers import box_bytes
 from moefuse.backends.triton.formats.blocks import base_bits, high_bits
 from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel
 from moefuse.backends.triton.grouped_linear_hopper_blocks import _swap_ab_blocks_kernel

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import finish
-from moefuse.backends.triton.formats.blocks import (
-    KINDS,
+from moefuse.backends.triton.formats.blocks import KINDS
+from moefuse.backends.triton.formats.rows import (
     ROUNDED_TOGETHER,
     hidden_rows,
     load_chunks,

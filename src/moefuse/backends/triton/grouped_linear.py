@@ -17,15 +17,9 @@ from moefuse import backends
 from moefuse.backends.codes import interleaved
 from moefuse.backends.gated import Rows, Weights
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import (
-    DECODERS,
-    STRIP,
-    decode_rows,
-    load_chunks,
-    load_runs,
-    row_products,
-    x_chunks,
-)
+from moefuse.backends.triton.formats.blocks import DECODERS, STRIP, load_runs
+from moefuse.backends.triton.formats.numbers import decode_rows
+from moefuse.backends.triton.formats.rows import load_chunks, row_products, x_chunks
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
     PDL,

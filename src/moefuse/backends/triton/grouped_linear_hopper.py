@@ -38,12 +38,7 @@ from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.formats.blocks import (
     DECODERS,
     base_bits,
-    box_bytes,
-    chosen,
-    code_pairs,
-    eight_columns,
-    factors,
-    four_columns,
+    four_parts,
     high_bits,
     plane_at,
     run_bytes,
@@ -53,6 +48,7 @@ from moefuse.backends.triton.formats.blocks import (
     sub_values,
     word_codes,
 )
+from moefuse.backends.triton.formats.numbers import box_bytes, chosen, code_pairs, eight_columns, factors
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import (
     INTERPRETED,
@@ -292,7 +288,7 @@ def _columns_of(x):
         a, b = x.split()
         parts = (a, b)
     elif COUNT == 4:
-        parts = four_columns(x.reshape([128, 2, 2]))
+        parts = four_parts(x.reshape([128, 2, 2]))
     elif COUNT == 8:
         parts = eight_columns(x)
     else:

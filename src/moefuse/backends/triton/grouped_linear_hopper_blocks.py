@@ -30,16 +30,14 @@ from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.formats.blocks import (
     DECODERS,
     base_bits,
-    factors,
     high_bits,
-    number_pairs,
-    pair_codes,
     plane_at,
     run_bytes,
     run_type,
     strip_bytes_of,
     strip_runs,
 )
+from moefuse.backends.triton.formats.numbers import factors, number_pairs, pair_codes
 from moefuse.backends.triton.grouped_linear_hopper import (
     BLOCK_K,
     TAIL_ROWS,

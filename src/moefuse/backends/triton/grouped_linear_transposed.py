@@ -11,7 +11,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.backends.gated import Rows
-from moefuse.backends.triton.formats.blocks import decode_rows, load_runs
+from moefuse.backends.triton.formats.blocks import load_runs
+from moefuse.backends.triton.formats.numbers import decode_rows
 from moefuse.backends.triton.grouped_linear import decoder_of, described, find_tile, hopper, most_tiles, rows_of
 from moefuse.backends.triton.plan import TokenTiles
 from moefuse.backends.triton.runtime.launch import PDL, block_of, ceil_div, launch, launch_dependents, wait
