@@ -46,6 +46,7 @@ def unplace_model(model: Any) -> None:
     placement = vars(model).pop("_moefuse_placement", None)
     if placement is not None:
         vars(model).pop("forward", None)
+        placement.close()
         unplace(model)
         model.to("cpu")
 

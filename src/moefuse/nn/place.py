@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,22 +29,29 @@ def place(
         own = {**module._parameters, **module._buffers}
         _, _, names = experts.get(path, (None, None, ()))
         apart |= {t.data_ptr(): t.nbytes for name, t in own.items() if t is not None and name not in names}
-    if placement.admit(sum(apart.values()), {path: stacks for path, (stacks, _, _) in experts.items()}):
+    whole = placement.admit(sum(apart.values()), {path: stacks for path, (stacks, _, _) in experts.items()})
+    weakref.finalize(model, placement.accelerator.unlimit).atexit = False
+    try:
+        if whole:
+            model.to(placement.device)
+            return
+        for path, (stacks, activation, names) in experts.items():
+            owner: Any = model.get_submodule(path)
+            owner._placed = placement.take(path, stacks, activation, pin)
+            owner._apply = functools.partial(_apply_around, owner, tuple(names))
+            owner._load_from_state_dict = _refuse_state
         model.to(placement.device)
-        return
-    for path, (stacks, activation, names) in experts.items():
-        owner: Any = model.get_submodule(path)
-        owner._placed = placement.take(path, stacks, activation, pin)
-        owner._apply = functools.partial(_apply_around, owner, tuple(names))
-        owner._load_from_state_dict = _refuse_state
-    model.to(placement.device)
-    placement.fill()
+        placement.fill()
+    except BaseException:  # an interrupt, too: a model is placed as a whole or not at all
+        placement.close()
+        unplace(model)
+        model.to("cpu")
+        raise
 
 
 def unplace(model: nn.Module) -> None:
     """Let the experts of a model be like its other parts again; nothing moves."""
-    placement = placement_of(model)
-    if placement is not None:
+    if (placement := placement_of(model)) is not None:
         placement.close()
     for module in model.modules():
         if vars(module).pop("_placed", None) is not None:

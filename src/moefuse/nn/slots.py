@@ -94,7 +94,7 @@ class Slots:
 
     def _publish(self) -> None:
         """Let the calls from now on see what lies where."""
-        rows = torch.tensor(self.residency.table(), dtype=torch.int32)
+        rows = torch.tensor(self.residency.table(), dtype=torch.int32, device="cpu")
         memory = self.accelerator.host(rows.nbytes).view(torch.int32).view(rows.shape)
         memory.copy_(rows)
         self.accelerator.copy(self._table, memory)
