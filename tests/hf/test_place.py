@@ -1,5 +1,6 @@
 """Models whose experts are placed: logits and text of the same model on one device, and what must be refused."""
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,25 @@ def test_words_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = invoke("model.gguf", "--prompt", "x", "--gpu-memory", "much")
     assert code == 2
     assert "gpu_memory must be bytes or a size such as 12GiB or 500MB, got 'much'" in output
+
+
+def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its modes, on a device that is none: what stands in the documents can be measured again."""
+    path = Path(__file__).parents[2] / "examples" / "placed_speed.py"
+    example = runpy.run_path(str(path))
+    monkeypatch.setitem(example["main"].__globals__, "accelerator_of", placement.accelerator_of)
+    for name in ("is_available", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    for name in ("max_memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(placement, "rates_of", lambda _: FAST_BUS)
+    monkeypatch.setattr(placement, "GROUP", 2**20)
+    line = "--layers 2 --hidden 256 --experts 8 --intermediate 256 --top-k 2 --heads 2 --vocab 64 --prefill 64 "
+    monkeypatch.setattr(sys, "argv", ["placed_speed.py", *(line + "--settle 20 --steps 4").split()])
+    example["main"]()
+    printed = capsys.readouterr()
+    assert not printed.err
+    for said in ("auto against cpu", "auto against uploaded", "gpu against plain", "logits of 64 tokens against exact"):
+        assert said in printed.out
+    assert "2 of each in slots" in printed.out
