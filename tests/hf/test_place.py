@@ -279,7 +279,7 @@ def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(placement, "rates_of", lambda _: FAST_BUS)
-    monkeypatch.setattr(placement, "GROUP", 2**20)
+    monkeypatch.setattr(placement, "GROUP", 112 << 10)  # one expert
     line = "--layers 2 --hidden 256 --experts 8 --intermediate 256 --top-k 2 --heads 2 --vocab 64 --prefill 64 "
     monkeypatch.setattr(sys, "argv", ["placed_speed.py", *(line + "--settle 20 --steps 4").split()])
     example["main"]()
