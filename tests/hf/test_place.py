@@ -1,15 +1,20 @@
 """Models whose experts are placed: logits and text of the same model on one device, and what must be refused."""
 
+import contextlib
+import os
 import runpy
+import signal
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import tiny_model
-from gguf_files import KINDS, make
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from gguf_files import END, KINDS, make, tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
@@ -288,3 +293,77 @@ def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for said in ("auto against cpu", "auto against uploaded", "gpu against plain", "logits of 64 tokens against exact"):
         assert said in printed.out
     assert "2 of each in slots" in printed.out
+
+
+LAUNCH = """
+import sys
+from slow_device import SlowDevice
+from moefuse.cli import app
+from moefuse.nn import placement, rates
+
+placement.accelerator_of, placement.LEAST_ROOM, placement.GROUP = lambda _: SlowDevice(), 0, 1
+rates.measure = lambda _: rates.Rates(1e15, 1e15, 1.0, 1.0)
+sys.modules["moefuse.cli.run"]._refuse_placement = lambda *_: None
+app()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_run_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    """And the next one says what it would have said."""
+    path, cache, script = tmp_path / "model.gguf", tmp_path / "cache", tmp_path / "launch.py"
+    sizes = {"max_position_embeddings": 100_000}
+    model = make(replace(KINDS["qwen3moe"], sizes=KINDS["qwen3moe"].sizes | sizes), path, mute=[0])
+    if kind == "directory":
+        path = tmp_path / "model"
+        model.save_pretrained(path)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END).save_pretrained(path)
+    script.write_text(LAUNCH)
+    folders = os.pathsep.join([str(Path(__file__).parents[1] / "nn"), *sys.path])
+    env = os.environ | {"PYTHONPATH": folders, "MOEFUSE_CACHE": str(cache), "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    memory = budget(model, 3) if kind == "directory" else budget(hf.from_gguf(path, progress=False)[0], 3)
+    line = [sys.executable, script, "run", path, "--prompt", "it was", "--gpu-memory", f"{memory}", "--stats"]
+
+    def begun(tokens: int) -> subprocess.Popen[str]:
+        command = [*map(str, line), "--max-tokens", str(tokens)]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+        )
+
+    def behind() -> list[str]:
+        files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if path not in (file, *file.parents)}
+        return sorted(files | set(os.listdir("/dev/shm")))
+
+    def finished() -> str:
+        process = begun(20)
+        said, complaints = process.communicate(timeout=120)
+        assert process.returncode == 0, complaints
+        assert "of each in slots" in said
+        assert "0 of each in slots" not in said
+        return said.split("moefuse: prefill")[0]
+
+    text, files = finished(), behind()
+    assert "cache/rates.json" in files
+    for signum in (signal.SIGKILL, signal.SIGINT):
+        process = begun(50_000)
+        assert process.stdout is not None
+        assert process.stdout.read(4)  # the answer has begun
+        process.send_signal(signum)
+        _, complaints = process.communicate(timeout=20)
+        assert process.returncode != 0
+        assert "Traceback" not in complaints
+        assert not session(process.pid)
+        assert behind() == files
+    assert finished() == text
+
+
+def session(number: int) -> list[str]:
+    """Processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == number:
+                found.append(stat.parent.name)
+    return found

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -422,6 +423,19 @@ def test_a_budget_that_is_too_small_is_refused(device: SlowDevice) -> None:
         layer.place("auto", 1000)
     assert placed(layer) is None
     assert not device.limits
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2**20, 3 * 2**29 + 7, 50 * 2**30])
+def test_the_size_that_is_said_to_do_does(device: SlowDevice, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # as much room as outside of these tests
+    monkeypatch.setattr(placement, "accelerator_of", lambda _: device)
+    with pytest.raises(ValueError, match="gpu_memory must hold") as refused:
+        Placement("auto", 0).admit(taken, {})
+    size = re.search(r"give (\S+) or more", str(refused.value))
+    assert size is not None
+    Placement("auto", size[1]).admit(taken, {})
+    with pytest.raises(ValueError, match="gpu_memory must hold"):
+        Placement("auto", bytes_of(size[1]) - 2**21).admit(taken, {})
 
 
 def test_words() -> None:

@@ -125,7 +125,7 @@ class Placement:
         if taken + self.room > budget:
             raise ValueError(
                 f"gpu_memory must hold what is not experts, {gib(taken)}, and room to work in, {gib(self.room)}: give "
-                f"{gib(budget_for(taken))} or more, got {gib(budget)}"
+                f"{-(-budget_for(taken) // 2**20)}MiB or more, got {gib(budget)}"
             )
         self.budget = budget
         self.accelerator.limit(budget)
