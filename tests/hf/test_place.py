@@ -124,6 +124,23 @@ def test_a_gguf_file_is_placed(tmp_path: Path) -> None:
                 got.half()
 
 
+def test_blocks_are_arranged_for_the_cpu_where_they_stay_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which reads the whole file: not for a budget that is refused, nor for one that holds everything."""
+    path, arranged = tmp_path / "model.gguf", list[Any]()
+    make(KINDS["qwen3moe"], path)
+    monkeypatch.setattr(sys.modules["moefuse.hf.place"], "interleave_", arranged.append)
+    asked: dict[str, Any] = {"device": "cuda", "arrange": True, "progress": False}
+    with pytest.raises(ValueError, match="gpu_memory must hold what is not experts"):
+        hf.from_gguf(path, gpu_memory="10KiB", **asked)
+    model, _ = hf.from_gguf(path, gpu_memory="12GiB", **asked)
+    assert model._moefuse_placement.whole
+    assert not arranged
+    hf.from_gguf(path, gpu_memory="12GiB", experts="cpu", **asked)
+    assert len(arranged) == 2
+
+
 @pytest.mark.parametrize("where", ["attention", "experts"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_out_of_memory_in_the_middle_of_a_text(
@@ -244,9 +261,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "experts: 2 layers of 8 in RAM" in output
     assert "3 of each in slots" in output
     assert "a layer of a step, on average:" in output
-    code, output = invoke(*line, "--gpu-memory", "10KiB")
-    assert code == 2
-    assert "gpu_memory must hold what is not experts" in output
+    for size in ("10KiB", "0", "12"):
+        code, output = invoke(*line, "--gpu-memory", size)
+        assert code == 2
+        assert "Invalid value for --gpu-memory: gpu_memory must hold what is not experts" in output
+    code, output = invoke(*line, "--gpu-memory", "4000GB", "--stats")
+    assert code == 0, output
+    assert "experts: all on the GPU" in output
+    code, output = invoke(*line, "--experts-on", "cpu", "--gpu-memory", budget(model, 0), "--stats")
+    assert code == 0, output
+    assert "0 of each in slots" in output
 
 
 @pytest.mark.parametrize(
@@ -268,9 +292,10 @@ def test_words_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = invoke("model.gguf", "--prompt", "x", "--experts-on", "auto", "--compare")
     assert code == 2
     assert "it does not go with --compare" in output
-    code, output = invoke("model.gguf", "--prompt", "x", "--gpu-memory", "much")
-    assert code == 2
-    assert "gpu_memory must be bytes or a size such as 12GiB or 500MB, got 'much'" in output
+    for size in ("much", "-1", "12 gigs", ""):
+        code, output = invoke("model.gguf", "--prompt", "x", f"--gpu-memory={size}")
+        assert code == 2
+        assert f"gpu_memory must be bytes or a size such as 12GiB or 500MB, got '{size}'" in output
 
 
 def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,7 +209,7 @@ class MoE(BlockModule):
         if self.lora is not None:
             raise ValueError("MoE: experts with adapters cannot be placed: merge_lora first")
         self.unplace()
-        place(self, {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
+        place(self, lambda: {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
         return placement
 
     def unplace(self) -> None:

@@ -16,15 +16,20 @@ from moefuse.types import Activation, Stacks
 
 
 def place(
-    model: nn.Module, experts: Mapping[str, tuple[Stacks, Activation, Sequence[str]]], placement: Placement, pin: bool
+    model: nn.Module,
+    find: Callable[[], Mapping[str, tuple[Stacks, Activation, Sequence[str]]]],
+    placement: Placement,
+    pin: bool,
+    prepare: Callable[[], object] | None = None,
 ) -> None:
     """Put a model on the GPU, all but its experts, which are placed; where all fit, these too.
 
     Args:
-        experts: path of an experts' module -> what it computes with, and the names of its tensors.
+        find: gives, by the path of an experts' module, what it computes with, and the names of its tensors.
         pin: stacks may be locked into memory; those of a mapped file may not.
+        prepare: what experts need that stay in RAM; it may give them other memory.
     """
-    apart: dict[int, int] = {}
+    experts, apart = find(), dict[int, int]()
     for path, module in model.named_modules():
         own = {**module._parameters, **module._buffers}
         _, _, names = experts.get(path, (None, None, ()))
@@ -35,6 +40,9 @@ def place(
         if whole:
             model.to(placement.device)
             return
+        if prepare is not None:
+            prepare()
+            experts = find()
         for path, (stacks, activation, names) in experts.items():
             owner: Any = model.get_submodule(path)
             owner._placed = placement.take(path, stacks, activation, pin)
