@@ -175,6 +175,47 @@ def test_out_of_memory_in_the_middle_of_a_text(
         model.generate(x, max_new_tokens=12, **PLAIN)
 
 
+@pytest.mark.parametrize("where", ["attention", "experts"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("bus", ["slow", "fast"])
+def test_a_text_after_one_that_was_interrupted(
+    where: str, captured: bool, bus: str, monkeypatch: pytest.MonkeyPatch, device: SlowDevice
+) -> None:
+    """As in a notebook: whatever the interrupt came into, the next text is right."""
+    monkeypatch.setattr(placement, "rates_of", lambda _: SLOW_BUS if bus == "slow" else FAST_BUS)
+    model: Any = tiny_model("qwen3_moe")
+    x = torch.randint(1, 97, (1, 9))
+    want = model.generate(x, max_new_tokens=60, **PLAIN)
+    hf.patch(model, experts="auto", gpu_memory=budget(model, 3))
+    if captured:
+        hf.capture(model, 1, 80)
+    left = 0
+
+    def interrupted(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return run(*args, **kwargs)
+
+        return call
+
+    if where == "attention":
+        monkeypatch.setattr(hf.layers, "attention", interrupted(hf.layers.attention))
+    else:
+        monkeypatch.setattr(device, "copy", interrupted(device.copy))
+        monkeypatch.setattr(device, "wait", interrupted(device.wait))
+    for number in (1, 2, 3, 30, 57, 81):
+        left = number
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(x, max_new_tokens=60, **PLAIN)
+        assert torch.equal(model.generate(x, max_new_tokens=60, **PLAIN), want)
+    hf.unpatch(model)
+    assert not device.pinned
+    assert not device.busy(*device.lines - {device.main})
+
+
 def test_who_looks_at_the_parts_sees_them() -> None:
     model: Any = tiny_model("qwen3_moe")
     x = torch.randint(1, 97, (1, 9))

@@ -28,6 +28,7 @@ from moefuse.nn.placed_experts import PlacedExperts
 from moefuse.nn.rates import Rates
 from moefuse.nn.shared import stack_arguments
 from moefuse.nn.sizes import bytes_of
+from moefuse.nn.slots import Slots
 from moefuse.nn.stack_memory import nbytes_of, tensors_of
 from moefuse.quant.arrange import _TAKEN, WANTED
 from moefuse.types import Stacks
@@ -236,6 +237,41 @@ def test_prompts_between_steps_see_the_same_table(monkeypatch: pytest.MonkeyPatc
                 many = ids.expand(T, 3)
                 assert_close(layer(x, many, weights), exact(stacks, x, many, weights))
     assert layer.residency.moves > 0
+
+
+@pytest.mark.parametrize("where", ["_publish", "_take_in"])
+def test_an_interrupt_between_a_move_and_its_table(
+    streams: SlowDevice, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.late = 0  # ids are looked at by the next call
+    stacks, run = numbers(), getattr(Slots, where)
+    layer, calls = layer_of(stacks, 3), 0
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise KeyboardInterrupt
+        return run(*given)
+
+    monkeypatch.setattr(Slots, where, interrupted)
+    monkeypatch.setattr(placement, "GROUP", 2 * 4 * 3 * H * I)
+    stopped = 0
+    with torch.no_grad():
+        for ids in (*skewed(100), *skewed(100, shift=4)):
+            x, weights = torch.randn(2, H), torch.rand(2, 3)
+            try:
+                got = layer(x, ids.expand(2, 3), weights)
+            except KeyboardInterrupt:
+                stopped += 1
+                continue
+            assert_close(got, exact(stacks, x, ids.expand(2, 3), weights))
+    monkeypatch.undo()
+    with layer.placement.still():
+        pass
+    assert stopped > 0
+    assert layer.residency.moves > 0
+    assert sorted(layer.residency.slots)[0] >= 0
 
 
 class Hasty(SlowDevice):
