@@ -232,11 +232,12 @@ def test_who_looks_at_the_parts_sees_them() -> None:
             assert close(model(input_ids=x).logits, want.logits)
 
 
-def test_a_load_map_is_that_of_a_run() -> None:
+def test_a_load_map_is_that_of_a_run(tmp_path: Path) -> None:
     from moefuse.hf.text import expert_load
 
     model: Any = tiny_model("qwen3_moe")
-    load = expert_load(model, [torch.randint(1, 97, (50,))])
+    torch.save(expert_load(model, [torch.randint(1, 97, (50,))]), tmp_path / "load.pt")
+    load = torch.load(tmp_path / "load.pt")
     hf.patch(model, experts=Placement("auto", budget(model, 2), load=load))
     for path, module in on_interface(model):
         layer = placed(module)

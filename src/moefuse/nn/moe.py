@@ -203,7 +203,10 @@ class MoE(BlockModule):
     def place(
         self, experts: str | Placement = "auto", gpu_memory: str | int | None = None, *, device: str = "cuda"
     ) -> Placement:
-        """Put the layer on a GPU and leave its experts in RAM, but for those that fit, see `Placement`."""
+        """Put the layer on a GPU and leave its experts in RAM, but for those that fit, see `Placement`.
+
+        In a ``load`` of a `Placement` its path is the empty string.
+        """
         placement = Placement.of(experts, gpu_memory, device)
         assert placement is not None
         if self.lora is not None:
