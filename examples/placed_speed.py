@@ -88,8 +88,6 @@ def measured(model: Any, mode: str, args: argparse.Namespace) -> Measured:
     """One mode; the model is on the CPU before, and afterwards but for the last modes."""
     started = time.perf_counter()
     device = accelerator_of("cuda").device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, args.vocab, (args.settle + args.steps + 1, 1), generator=generator).to(device)
     prompt = torch.randint(0, args.vocab, (1, args.prefill), generator=generator).to(device)
@@ -262,12 +260,15 @@ def put(model: Any, mode: str, args: argparse.Namespace) -> Placement:
     modules: list[Any] = [module for _, module in on_interface(model)]
     if mode == "uploaded":
         Uploaded.prepare(modules[0].stacks(), args.top_k)
-        torch.cuda.empty_cache()
     each = sum(weight.nbytes for weight in modules[0]._held().values()) // args.experts
     shared = sum(p.nbytes for p in model.parameters())
     slots = {"auto": args.experts // 4, "gpu": args.experts}.get(mode, 0)
     taken = torch.cuda.memory_allocated() + shared + int((slots + 0.9) * each * args.layers)
+    # A prompt takes the same room whatever the layers: that which a budget of 8 GiB leaves, for a model of 48.
+    placement.LEAST_ROOM = 1 << 30
     budget = placement.budget_for(taken + placement.STREAMS * placement.GROUP)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     made = Placement("auto" if slots else "cpu", budget)
     place_model(model, made)
     for module in modules if mode == "uploaded" else ():
