@@ -60,6 +60,9 @@ FEW_ROWS = 8
 MIXED = Tile(16, 32, 256, 4, 1)
 #: up to this many programs of the down matrix-vector product leave room on a card
 _DECODE_PROGRAMS = 600
+#: an invariant call's tile of few tokens, experts_few.py: rows of a weight are its ``n``, and ``m`` the fewest columns
+#: that Hopper's tensor cores take from Triton
+FEW_TILE = Tile(16, 64, 128, 4, 5)
 #: programs that fill a card with one each, about
 _SMALL_CARD = 128
 
