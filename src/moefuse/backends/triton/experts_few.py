@@ -18,12 +18,15 @@ from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
 from moefuse.backends.triton.combine import weighted_sum
 from moefuse.backends.triton.grouped_linear import rows_of, up_weights
 from moefuse.backends.triton.runtime.launch import (
+    HAS_PDL,
     INTERPRETED,
     PDL,
+    block_of,
     capability,
     ceil_div,
     launch,
     launch_dependents,
+    prefetch_rows,
     wait,
 )
 from moefuse.backends.triton.runtime.tiles import DECODE_TOKENS, FEW_TILE
@@ -48,25 +51,31 @@ def _few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     ACT: tl.constexpr,
 ):
     """out [S, N] in slot order: row s // TOP_K of x times BLOCK_N rows of the expert of s, and the activation if any.
 
     GATED: gate rows and up rows by turns, half as many columns of out. Column 0 of BLOCK_M is the row of x.
+    AHEAD: ids were there before the last launch let this one begin, and so many numbers of each row are asked for.
     Grid: column tiles, S.
     """
     E, N, K = sizes
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_ue, stride_un, stride_uk = strides
     s = tl.program_id(1)
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    row = tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * COLUMNS + (row // 2 if GATED else row)
+    k = tl.arange(0, BLOCK_K)
+    if HAS_PDL and AHEAD > 0:
+        known = tl.minimum(tl.maximum(tl.load(ids_ptr + s), 0), E - 1).to(tl.int64)
+        asked = w_ptr + known * stride_we + tl.minimum(n, N - 1).to(tl.int64) * stride_wn
+        prefetch_rows(asked, K * stride_wk, AHEAD)
     wait()
     launch_dependents()
     expert = tl.load(ids_ptr + s).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
-    row = tl.arange(0, BLOCK_N)
-    n = tl.program_id(0) * COLUMNS + (row // 2 if GATED else row)
-    k = tl.arange(0, BLOCK_K)
     w_rows = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn
     w_ptrs = w_rows + k[None, :] * stride_wk
     if GATED:
@@ -114,12 +123,15 @@ def experts_few(
 ) -> None:
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
     hidden, y = (torch.empty((T * top_k, n), dtype=x.dtype, device=x.device) for n in (I, H))
-    _product(x, ids, up_weights(stacks, activation.gated), activation, top_k, hidden)
-    _product(hidden, ids, Weights.of(stacks.down, stacks.down_bias, rows_of), None, 1, y)
+    _product(x, ids, up_weights(stacks, activation.gated), activation, top_k, hidden, 0)
+    down, ahead = Weights.of(stacks.down, stacks.down_bias, rows_of), min(block_of(I), 1024)
+    _product(hidden, ids, down, None, 1, y, ahead)
     weighted_sum(y, weights, None, tail, outputs, num_experts=E, ids=ids)
 
 
-def _product(x: Tensor, ids: Tensor, weights: Weights, activation: Activation | None, top_k: int, out: Tensor) -> None:
+def _product(
+    x: Tensor, ids: Tensor, weights: Weights, activation: Activation | None, top_k: int, out: Tensor, ahead: int
+) -> None:
     (w, *_), (u, *_), bias, up_bias, _ = weights
     (S, N), gated, tile = out.shape, activation is not None and activation.gated, FEW_TILE
     columns = tile.n // 2 if gated else tile.n
@@ -136,6 +148,7 @@ def _product(x: Tensor, ids: Tensor, weights: Weights, activation: Activation | 
         BLOCK_N=tile.n,
         BLOCK_M=tile.m,
         BLOCK_K=tile.k,
+        AHEAD=ahead,
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         num_warps=tile.warps,
         num_stages=tile.stages,
