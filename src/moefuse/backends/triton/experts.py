@@ -1,4 +1,4 @@
-"""experts on NVIDIA GPUs: two launches for few tokens, four and up for more."""
+"""experts on NVIDIA GPUs: two launches for few tokens (three if invariant), four and up for more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.gated import Weights
+from moefuse.backends.triton import experts_few
 from moefuse.backends.triton.combine import slot_sum, weighted_sum
 from moefuse.backends.triton.experts_decode import experts_decode
 from moefuse.backends.triton.grouped_linear import product, rows_of, up_weights
@@ -29,6 +30,9 @@ def experts(
 ) -> None:
     if plan is None and decodes(x.shape[0]):
         experts_decode(x, ids, weights, stacks, activation, tail, outputs)
+        return
+    if plan is None and z is None and experts_few.takes(x, stacks):
+        experts_few.experts_few(x, ids, weights, stacks, activation, tail, outputs)
         return
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
     given = None if plan is None else plan.offsets
