@@ -287,11 +287,29 @@ def _spoil(name: str) -> Damage:
     return damage
 
 
+def _as(name: str, dtype: torch.dtype) -> Damage:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].to(dtype)
+
+    return damage
+
+
 _GATE, _Q = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
     "mxfp4 without scales": ("gpt_oss", _remove(f"{_GATE}_scales"), f"must have {_GATE}_scales"),
     "mxfp4 with fewer scales": ("gpt_oss", _cut(f"{_GATE}_scales"), f"{_GATE}: MXFP4: blocks must be"),
     "mxfp4 with fewer bytes": ("gpt_oss", _cut(f"{_GATE}_blocks"), f"{_GATE}: MXFP4: blocks must be"),
+    "mxfp4 with scales that are no exponents": (
+        "gpt_oss",
+        _as(f"{_GATE}_scales", torch.float32),
+        f"{_GATE}_scales must be U8",
+    ),
+    "mxfp4 with signed bytes": ("gpt_oss", _as(f"{_GATE}_blocks", torch.int8), f"{_GATE}_blocks must be U8, got I8"),
+    "fp8 with whole scales": (
+        "qwen3_moe",
+        _as(f"{_Q}_scale_inv", torch.int32),
+        f"{_Q}_scale_inv must be of a floating",
+    ),
     "fp8 without scales": ("qwen3_moe", _remove(f"{_Q}_scale_inv"), f"must have {_Q}_scale_inv"),
     "fp8 with fewer scales": ("qwen3_moe", _cut(f"{_Q}_scale_inv"), f"{_Q}: from_fp8: scale"),
     "fp8 with fewer columns": ("qwen3_moe", _cut(_Q), f"{_Q}: the model has"),

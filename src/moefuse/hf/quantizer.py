@@ -124,6 +124,8 @@ class _Files:
         kinds: dict[str, str] = {}
         for name, (kind, _) in self.tensors.items():
             if _SCALE.search(name) or name.endswith("_scale"):
+                if kind[0] in "IUB" and kind != "BF16":  # bytes and integers would be read as numbers
+                    raise ValueError(f"{name} must be of a floating type, got {kind}")
                 continue
             if kind in _PACKED and not any(name.removesuffix(".weight") + end in self.tensors for end in _SCALES):
                 raise ValueError(f"the checkpoint must have {name}_scale_inv, and it has not: it is damaged")
@@ -134,6 +136,12 @@ class _Files:
             if kind.startswith("F8_") and kind not in _PACKED:
                 raise ValueError(f"{name} must be F8_E4M3 to be kept, got {kind}")
         return kinds
+
+    def must_be_bytes(self, *ends: str) -> None:
+        """Other types would be made bytes of."""
+        for name, (kind, _) in self.tensors.items():
+            if name.endswith(ends) and kind != "U8":
+                raise ValueError(f"{name} must be U8, got {kind}")
 
     def seen(self, count: int) -> None:
         """Bytes have become blocks: now and then their pages are given back, which loses nothing, whoever has them."""
@@ -426,6 +434,7 @@ class ReleasedMXFP4(_Released, Mxfp4HfQuantizer):  # type: ignore[misc]  # trans
     """gpt-oss as it is released."""
 
     def _await(self, model: Any, files: _Files) -> None:
+        files.must_be_bytes("_proj_blocks", "_proj_scales")
         for path, stock in experts_of(model):
             _await_mxfp4(model, path, stock, files)
 
