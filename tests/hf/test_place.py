@@ -212,6 +212,7 @@ def test_a_text_after_one_that_was_interrupted(
             model.generate(x, max_new_tokens=60, **PLAIN)
         assert torch.equal(model.generate(x, max_new_tokens=60, **PLAIN), want)
     hf.unpatch(model)
+    assert not vars(model).keys() & {"_moefuse_steps", "_moefuse_placement", "forward", "generate"}
     assert not device.pinned
     assert not device.busy(*device.lines - {device.main})
 
