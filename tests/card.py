@@ -452,15 +452,20 @@ def invariant(arguments: dict[str, str]) -> Iterator[Check]:
     import torch
 
     from moefuse.testing.cases import CASES
-    from moefuse.testing.invariance import comparisons
+    from moefuse.testing.invariance import shares
 
     options: dict[str, Any] = {"dtypes": [getattr(torch, arguments["dtype"])]}
     if "only" in arguments:
         options["cases"] = [case for case in CASES if case.id in arguments["only"].split(",")]
-    for number, call in enumerate(
-        comparisons([("triton", device())], int(arguments["batches"]), int(arguments["seed"]), **options)
-    ):
-        yield f"batch {number}", lambda call=call: told(call())
+    else:
+        options["most"] = 1500
+    part, parts = map(int, arguments["slice"].split("/"))
+    drawn = shares([("triton", device())], int(arguments["batches"]), SEED, **options)
+    for share in sorted(drawn, key=lambda share: -len(share.case.specs))[part::parts]:
+        yield (
+            f"{share.batches} batches of {share.case.id}",
+            lambda share=share: "; ".join(share.tally().differing) or None,
+        )
 
 
 def placed(arguments: dict[str, str]) -> Iterator[Check]:
@@ -639,9 +644,15 @@ def jobs(sections: list[str], dry: bool, batches: int) -> Iterator[Job]:
                     yield Job(section, f"{section}-{dtype}-{part}", arguments)
     if "invariant" in sections:
         for dtype in dtypes:
-            for seed in range(1 if dry else 4):
-                arguments = {"dtype": dtype, "batches": "4" if dry else str(batches // 4), "seed": str(seed), **few}
-                yield Job("invariant", f"invariant-{dtype}-{seed}", arguments)
+            slices = 1 if dry else 5
+            for part in range(slices):
+                arguments = {
+                    "dtype": dtype,
+                    "batches": "4" if dry else str(batches),
+                    "slice": f"{part}/{slices}",
+                    **few,
+                }
+                yield Job("invariant", f"invariant-{dtype}-{part}", arguments)
     if "placed" in sections and not dry:
         sanitized = ("compute-sanitizer", "--tool", "memcheck")
         yield Job("placed", "placed-models", {"kind": "models"})
