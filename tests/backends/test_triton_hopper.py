@@ -235,7 +235,8 @@ for GATED, BLOCKS, WIDTH, SELF_DECODED in VARIANTS:
     print(f"GATED={GATED} {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} SELF_DECODED={SELF_DECODED}", flush=True)
     kernel = _swap_ab_blocks_kernel if SELF_DECODED else _swap_ab_kernel
     stages, slots = SWAP_AB_RINGS[WIDTH] if SELF_DECODED else (SWAP_AB_STAGES[WIDTH] - (BLOCKS is not None), 0)
-    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages, scatter=not GATED and WIDTH != 64)
+    form = Form(256, 512, 256, GATED, GATED, 2, 132, WIDTH, stages, False, not GATED and WIDTH != 64,
+                BLOCKS is not None and not SELF_DECODED)
     decode = None if BLOCKS is None else DECODERS[BLOCKS]
     known = dict(FORM=form, ACT=ACTIVATIONS["silu"] if GATED else None, DECODE=decode, SLOTS=slots)
     if BLOCKS is None:
@@ -271,7 +272,7 @@ for BLOCKS, GATHER, WIDTH in TURNED:
     dtype = "bf16" if GATHER else "fp16"
     print(f"turned {dtype} BLOCKS={BLOCKS} WIDTH={WIDTH} GATHER={GATHER}", flush=True)
     decode = DECODERS[BLOCKS]
-    form = Form(512, 256, 0, False, GATHER, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - 1, True, not GATHER)
+    form = Form(512, 256, 0, False, GATHER, 2, 132, WIDTH, SWAP_AB_STAGES[WIDTH] - 1, True, not GATHER, True)
     known = dict(FORM=form, DECODE=decode)
     if GATHER:
         known.update(x_desc=None, half_desc=None, tail_desc=None)

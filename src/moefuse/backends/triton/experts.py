@@ -72,7 +72,7 @@ def _down_by_columns(
     T, H = outputs.out.shape
     S, E, size = plan.assignments, plan.num_experts, hidden.element_size()
     tile = product_tile(S / E, size, False, hidden.device, weight.format)
-    width = slot_columns(S, H, size)
+    width = slot_columns(S, H, size, weight.data.nbytes)
     plain = tail.shared is None and tail.residual is None and tail.norm_weight is None
     summed = outputs.out if plain else None
     if width < H and summed is None:

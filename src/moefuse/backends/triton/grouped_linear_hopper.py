@@ -116,26 +116,12 @@ def span(tiles_ptr, tile, total, COLUMNS: gl.constexpr):
     return gl.load(row_ptr), gl.load(row_ptr + 1), gl.load(row_ptr + 2)
 
 
-@gluon.jit
-def slots_of(order_ptr, first, stop, ROWS: gl.constexpr):
-    """The slots of ROWS rows; from ``stop`` on, the last one again."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    return gl.load(order_ptr + gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), stop - 1))
-
-
-@gluon.jit
-def token_ptrs(x_ptr, slots, K: gl.constexpr, TOP_K: gl.constexpr):
-    """Pointers to the first numbers of each slot's token: [slots, BLOCK_K]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    return x_ptr + ((slots // TOP_K).to(gl.int64) * K)[:, None] + k[None, :]
-
-
 class Form(NamedTuple):
     """What the product is compiled for, besides its activation.
 
     ``gather``: x is tokens [T, K] by order // top_k, else rows [S, K] through descriptors. ``pitch``: rows of numbers
     from expert to expert. ``turned``: weights lie across the sum. ``scatter``: rows of the result go to their slots.
+    ``decoded``: threads write the weights, not the copy engine.
     """
 
     n: int
@@ -149,26 +135,97 @@ class Form(NamedTuple):
     stages: int
     turned: bool = False
     scatter: bool = False
+    decoded: bool = False
 
 
 @gluon.jit
-def bring_tokens(x, tail, bar, first, rows, start, ptrs, descs, BYTES: gl.constexpr, FORM: gl.constexpr):
-    """Ask for a stage's tokens; ``bar`` also expects BYTES from the copy engine."""
+def _slots_of(order_ptr, first, stop, ROWS: gl.constexpr):
+    """The slots of ROWS rows; from ``stop`` on, the last one again."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    return gl.load(order_ptr + gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), stop - 1))
+
+
+@gluon.jit
+def tile_slots(order_ptr, first, stop, FORM: gl.constexpr):
+    """The slots of a tile's rows, in the parts that `bring_tokens` copies, the tail first; none without ``gather``."""
+    WIDTH: gl.constexpr = FORM.width
+    found = ()
+    if FORM.gather:
+        LEAST: gl.constexpr = 64 if WIDTH > 64 else WIDTH
+        found = (_slots_of(order_ptr, first + WIDTH, stop, TAIL_ROWS), _slots_of(order_ptr, first, stop, LEAST))
+        if WIDTH >= 128:
+            found = found + (_slots_of(order_ptr, first + 64, stop, 64),)  # noqa: RUF005
+        if WIDTH == 256:
+            found = found + (_slots_of(order_ptr, first + 128, stop, 128),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def token_places(slots, FORM: gl.constexpr):
+    """Where the tokens of slots begin in x, counted in BLOCK_K numbers."""
+    found = ()
+    for i in gl.static_range(len(slots)):
+        found = found + (slots[i] // FORM.top_k * (FORM.k // BLOCK_K),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def keep_places(memory, order_ptr, first, stop, FORM: gl.constexpr):
+    """`token_places` of a tile in shared memory, for who has no registers for them."""
+    places = token_places(tile_slots(order_ptr, first, stop, FORM), FORM)
+    for i in gl.static_range(len(places)):
+        _part_of(memory, i, places[i].shape[0], FORM).store(places[i])
+
+
+@gluon.jit
+def _kept_places(memory, FORM: gl.constexpr):
+    """What `keep_places` kept."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
+    found = (_part_of(memory, 0, TAIL_ROWS, FORM).load(layout),)
+    PARTS: gl.constexpr = 4 if FORM.width == 256 else 3 if FORM.width == 128 else 2
+    for i in gl.static_range(1, PARTS):
+        found = found + (_part_of(memory, i, 128 if i == 3 else 64, FORM).load(layout),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _part_of(memory, i: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr):
+    """The i-th part of `tile_slots` in such memory."""
+    BEGIN: gl.constexpr = (FORM.width, 0, 64, 128)[i]
+    return memory.slice(BEGIN, ROWS, dim=0)
+
+
+@gluon.jit
+def _copy_rows(to, x_ptr, places, start):
+    """Copy BLOCK_K numbers from ``start`` on of rows of x."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    load_rows(to, x_ptr + ((places + start // BLOCK_K).to(gl.int64) * BLOCK_K)[:, None] + k[None, :])
+
+
+@gluon.jit
+def bring_tokens(x, tail, bar, first, rows, start, given, descs, BYTES: gl.constexpr, FORM: gl.constexpr):
+    """Ask for a stage's tokens; ``bar`` also expects BYTES from the copy engine.
+
+    ``given``: x and the `token_places` of a tile where rows are gathered; those in shared memory if FORM.decoded.
+    """
     GATHER: gl.constexpr = FORM.gather
     WIDTH: gl.constexpr = FORM.width
     if GATHER:
-        ptrs0, ptrs64, ptrs128, tail_ptrs = ptrs
         if BYTES:
             mbarrier.expect(bar, BYTES)
-        load_rows(x.slice(0, ptrs0.shape[0], dim=0), ptrs0 + start)
+        x_ptr, places = given
+        if FORM.decoded:
+            places = _kept_places(places, FORM)
+        _copy_rows(x.slice(0, places[1].shape[0], dim=0), x_ptr, places[1], start)
         if WIDTH >= 128:  # noqa: SIM102  known when it compiles
             if rows > 64:
-                load_rows(x.slice(64, 64, dim=0), ptrs64 + start)
+                _copy_rows(x.slice(64, 64, dim=0), x_ptr, places[2], start)
         if WIDTH == 256:  # noqa: SIM102
             if rows > 128:
-                load_rows(x.slice(128, 128, dim=0), ptrs128 + start)
+                _copy_rows(x.slice(128, 128, dim=0), x_ptr, places[3], start)
         if rows > WIDTH:
-            load_rows(tail, tail_ptrs + start)
+            _copy_rows(tail, x_ptr, places[0], start)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
         x_desc, half_desc, tail_desc = descs
@@ -393,46 +450,20 @@ def _pieces(q, DECODE: gl.constexpr):
 
 
 @gluon.jit
-def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, DECODE: gl.constexpr):
+def _produce(rings, pointers, x_descs, w_desc, FORM: gl.constexpr):
     """Fill the ring, tile after tile. Spans are read two tiles ahead and slots one, so that nothing waits for them."""
-    N: gl.constexpr = FORM.n
-    K: gl.constexpr = FORM.k
-    GATED: gl.constexpr = FORM.gated
-    GATHER: gl.constexpr = FORM.gather
-    TOP_K: gl.constexpr = FORM.top_k
+    x_ring, tail_ring, w_ring, full, empty = rings
+    x_ptr, tiles_ptr, order_ptr = pointers
     PROGRAMS: gl.constexpr = FORM.programs
-    WIDTH: gl.constexpr = FORM.width
-    STAGES: gl.constexpr = FORM.stages
-    x_ring, tail_ring, w_ring, full, empty, raw, raw_full = rings
-    x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr = pointers
-    w_desc, u_desc = w_descs
-    BLOCK_N: gl.constexpr = 64 if GATED else 128
-    COLUMNS: gl.constexpr = N // BLOCK_N
+    BLOCK_N: gl.constexpr = 64 if FORM.gated else 128
+    COLUMNS: gl.constexpr = FORM.n // BLOCK_N
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
-    if GATHER:
-        slots0 = slots_of(order_ptr, next_first, next_stop, 64)
-        if WIDTH >= 128:
-            slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-        if WIDTH == 256:
-            slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-        tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+    next_slots = tile_slots(order_ptr, next_first, next_stop, FORM)
     then_expert, then_first, then_stop = span(tiles_ptr, tile_of(1, PROGRAMS), total, COLUMNS)
-    visits = visits_of(total, PROGRAMS)
-    if DECODE is not None:
-        GROUPS: gl.constexpr = _groups(DECODE)
-        BOXES: gl.constexpr = K // (64 * GROUPS)
-        pitch, matrix_rows, places = blocks_at
-        _, w_step, _, _ = places
-        boxes = gl.to_tensor(0)
-        begin = tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
-        _bring_blocks(raw, 0, raw_full.index(0), w_desc, u_desc, next_expert, begin, 0, visits > 0, GATED, DECODE)
-        ptrs_of_rows, block_row = _block_rows(w_ptr, u_ptr, places, GATED)
-        at = ptrs_of_rows + next_expert.to(gl.int64) * pitch
-        scales_next = _bring_scales(at, block_row + begin * w_step, matrix_rows, 0, K, DECODE)
-    for visit in range(visits):
+    for visit in range(visits_of(total, PROGRAMS)):
         column = tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
         expert = next_expert
         first = next_first
@@ -441,84 +472,83 @@ def _produce(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, D
         next_first = then_first
         next_stop = then_stop
         then_expert, then_first, then_stop = span(tiles_ptr, tile_of(visit + 2, PROGRAMS), total, COLUMNS)
-        ptrs = None
-        if GATHER:
-            ptrs0 = token_ptrs(x_ptr, slots0, K, TOP_K)
-            ptrs64 = ptrs0
-            ptrs128 = ptrs0
-            slots0 = slots_of(order_ptr, next_first, next_stop, 64)
-            if WIDTH >= 128:
-                ptrs64 = token_ptrs(x_ptr, slots64, K, TOP_K)
-                slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-            if WIDTH == 256:
-                ptrs128 = token_ptrs(x_ptr, slots128, K, TOP_K)
-                slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-            tail_ptrs = token_ptrs(x_ptr, tail_slots, K, TOP_K)
-            tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
-            ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
-        if DECODE is not None:
-            next_column = tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
-            for box in range(BOXES):
-                # The box after this one: of these rows, or the first of the next tile's.
-                ends = box == BOXES - 1
-                after = gl.where(ends, 0, box + 1)
-                after_expert = gl.where(ends, next_expert, expert)
-                after_column = gl.where(ends, next_column, column)
-                live = (visit + 1 < visits) | (box + 1 < BOXES)
-                slot = boxes % 2
-                _bring_blocks(
-                    raw,
-                    1 - slot,
-                    raw_full.index(1 - slot),
-                    w_desc,
-                    u_desc,
-                    after_expert,
-                    after_column,
-                    after,
-                    live,
-                    GATED,
-                    DECODE,
-                )
-                known = taken_apart(scales_next, DECODE)
-                at = ptrs_of_rows + after_expert.to(gl.int64) * pitch
-                scales_next = _bring_scales(at, block_row + after_column * w_step, matrix_rows, after, K, DECODE)
-                mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
-                q = _pieces(_block_words(raw, slot, GATED, DECODE), DECODE)
-                boxes += 1
-                if STAGES >= 4:
-                    # Two stages are handed over together: tensor cores see what threads wrote only after a fence.
-                    for i in gl.static_range(0, GROUPS, 2):
-                        begins = 64 * (GROUPS * box + i)
-                        mbarrier.wait(empty.index(stage), phase)
-                        x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                        bring_tokens(x, tail, bar, first, rows, begins, ptrs, x_descs, 0, FORM)
-                        decode(q[i], known, i, 2 * i, w_ring.index(stage), DECODE)
-                        second, second_phase = advance(stage, phase, STAGES)
-                        mbarrier.wait(empty.index(second), second_phase)
-                        x, tail, bar = x_ring.index(second), tail_ring.index(second), full.index(second)
-                        bring_tokens(x, tail, bar, first, rows, begins + 64, ptrs, x_descs, 0, FORM)
-                        decode(q[i + 1], known, i + 1, 2 * i + 2, w_ring.index(second), DECODE)
-                        fence_async_shared()
-                        mbarrier.arrive(full.index(stage))
-                        mbarrier.arrive(full.index(second))
-                        stage, phase = advance(second, second_phase, STAGES)
-                else:
-                    for i in gl.static_range(GROUPS):
-                        mbarrier.wait(empty.index(stage), phase)
-                        x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                        bring_tokens(x, tail, bar, first, rows, 64 * (GROUPS * box + i), ptrs, x_descs, 0, FORM)
-                        decode(q[i], known, i, 2 * i, w_ring.index(stage), DECODE)
-                        fence_async_shared()
-                        mbarrier.arrive(full.index(stage))
-                        stage, phase = advance(stage, phase, STAGES)
-        else:
-            for start in range(0, K, BLOCK_K):
+        given = (x_ptr, token_places(next_slots, FORM))
+        next_slots = tile_slots(order_ptr, next_first, next_stop, FORM)
+        for start in range(0, FORM.k, BLOCK_K):
+            mbarrier.wait(empty.index(stage), phase)
+            x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
+            bring_tokens(x, tail, bar, first, rows, start, given, x_descs, 128 * BLOCK_K * 2, FORM)
+            at = [expert, column // 8, 0, 0, start] if FORM.gated else [expert * FORM.pitch + column, start]
+            load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
+            stage, phase = advance(stage, phase, FORM.stages)
+
+
+@gluon.jit
+def _decode_ahead(rings, pointers, x_descs, w_descs, blocks_at, FORM: gl.constexpr, DECODE: gl.constexpr):
+    """Likewise with weights in blocks, one box of which is under way while another becomes numbers.
+
+    Nothing here waits for memory that it asked for in the same stage: there is no fence in a stage, since one waits for
+    all copies and loads (who reads the ring has one), and no more is kept than registers hold.
+    """
+    x_ring, tail_ring, w_ring, full, empty, raw, raw_full, token_memory = rings
+    x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr = pointers
+    w_desc, u_desc = w_descs
+    K: gl.constexpr = FORM.k
+    GATED: gl.constexpr = FORM.gated
+    PROGRAMS: gl.constexpr = FORM.programs
+    BLOCK_N: gl.constexpr = 64 if GATED else 128
+    COLUMNS: gl.constexpr = FORM.n // BLOCK_N
+    GROUPS: gl.constexpr = _groups(DECODE)
+    BOXES: gl.constexpr = K // (64 * GROUPS)
+    pitch, matrix_rows, places = blocks_at
+    _, w_step, _, _ = places
+    total = gl.load(tiles_ptr) * COLUMNS
+    visits = visits_of(total, PROGRAMS)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    boxes = gl.to_tensor(0)
+    next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
+    begin = tile_of(0, PROGRAMS) % COLUMNS * BLOCK_N
+    _bring_blocks(raw, 0, raw_full.index(0), w_desc, u_desc, next_expert, begin, 0, visits > 0, GATED, DECODE)
+    ptrs_of_rows, block_row = _block_rows(w_ptr, u_ptr, places, GATED)
+    at = ptrs_of_rows + next_expert.to(gl.int64) * pitch
+    scales_next = _bring_scales(at, block_row + begin * w_step, matrix_rows, 0, K, DECODE)
+    for visit in range(visits):
+        column = tile_of(visit, PROGRAMS) % COLUMNS * BLOCK_N
+        next_column = tile_of(visit + 1, PROGRAMS) % COLUMNS * BLOCK_N
+        expert = next_expert
+        first = next_first
+        stop = next_stop
+        next_expert, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
+        keep_places(token_memory, order_ptr, first, stop, FORM)
+        for box in range(BOXES):
+            known = taken_apart(scales_next, DECODE)
+            slot = boxes % 2
+            mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
+            q = _pieces(_block_words(raw, slot, GATED, DECODE), DECODE)
+            boxes += 1
+            # The box after this one: of these rows, or the first of the next tile's.
+            ends = box == BOXES - 1
+            after = gl.where(ends, 0, box + 1)
+            after_expert = gl.where(ends, next_expert, expert)
+            after_column = gl.where(ends, next_column, column)
+            live = (visit + 1 < visits) | (box + 1 < BOXES)
+            for i in gl.static_range(GROUPS):
                 mbarrier.wait(empty.index(stage), phase)
+                if i == 0:  # the compiler's fence before it then waits for copies of a whole stage ago
+                    bar = raw_full.index(1 - slot)
+                    _bring_blocks(
+                        raw, 1 - slot, bar, w_desc, u_desc, after_expert, after_column, after, live, GATED, DECODE
+                    )
+                    at = ptrs_of_rows + after_expert.to(gl.int64) * pitch
+                    scales_next = _bring_scales(at, block_row + after_column * w_step, matrix_rows, after, K, DECODE)
                 x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-                bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 128 * BLOCK_K * 2, FORM)
-                at = [expert, column // 8, 0, 0, start] if GATED else [expert * FORM.pitch + column, start]
-                load_tile(w_desc, at, full.index(stage), w_ring.index(stage))
-                stage, phase = advance(stage, phase, STAGES)
+                begins = 64 * (GROUPS * box + i)
+                bring_tokens(x, tail, bar, first, stop - first, begins, (x_ptr, token_memory), x_descs, 0, FORM)
+                decode(q[i], known, i, 2 * i, w_ring.index(stage), DECODE)
+                gl.thread_barrier()
+                mbarrier.arrive(bar)
+                stage, phase = advance(stage, phase, FORM.stages)
 
 
 @gluon.jit
@@ -612,7 +642,7 @@ def _multiply(
         tail_acc = gl.zeros([64, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
     for start in range(0, K, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
-        if FORM.gather:  # threads wrote the rows, tensor cores read them
+        if FORM.gather or FORM.decoded:  # threads wrote the rows, tensor cores read them
             fence_async_shared()
         w = w_ring.index(stage).reshape([128, BLOCK_K]).slice(64 * WARPGROUP, 64, dim=0)
         if FORM.turned:  # each half of the rows has 64 columns of weights
@@ -711,11 +741,11 @@ def _swap_ab_kernel(
         raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(raw_full.index(i), count=1)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        token_memory = gl.allocate_shared_memory(gl.int32, [2 * WIDTH], plain)  # a power of two
     else:
         boxes: gl.constexpr = [STAGES] + w_desc.block_type.shape  # noqa: RUF005  Triton has no starred expression
         w_ring = gl.allocate_shared_memory(dtype, boxes, w_desc.layout)
-        raw = w_ring  # not used, but a partition cannot be given nothing
-        raw_full = w_ring
     tail_ring = gl.allocate_shared_memory(dtype, [STAGES, TAIL_ROWS, BLOCK_K], wide)
     OUT_COLUMNS: gl.constexpr = 32 if FORM.gated else 64
     narrow: gl.constexpr = gl.NVMMASharedLayout(OUT_COLUMNS * 2, 16, rank=2)
@@ -729,19 +759,30 @@ def _swap_ab_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, full, empty)
-    filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
-    pointers = (x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr)
     x_descs = (x_desc, half_desc, tail_desc)
     out_ptrs = (out_ptr, order_ptr if FORM.scatter else z_ptr)
-    gl.warp_specialize(
-        [
-            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(0))),
-            (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(1))),
-            (_produce, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
-        ],
-        [4, PRODUCER_WARPS],
-        [184, 136] if DECODE is not None else [200, 104] if GATHER else [240, 24],
-    )
+    if DECODE is None:
+        gl.warp_specialize(
+            [
+                (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(0))),
+                (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(1))),
+                (_produce, (rings, (x_ptr, tiles_ptr, order_ptr), x_descs, w_desc, FORM)),
+            ],
+            [4, PRODUCER_WARPS],
+            [200, 104] if GATHER else [240, 24],
+        )
+    else:
+        filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full, token_memory)
+        pointers = (x_ptr, w_ptr, u_ptr, tiles_ptr, order_ptr)
+        gl.warp_specialize(
+            [
+                (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(0))),
+                (consume, (rings, stagings, tiles_ptr, out_ptrs, numbers, FORM, ACT, gl.constexpr(1))),
+                (_decode_ahead, (filled, pointers, x_descs, (w_desc, u_desc), blocks_at, FORM, DECODE)),
+            ],
+            [4, PRODUCER_WARPS],
+            [184, 136],
+        )
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -864,7 +905,9 @@ def swap_ab_product(
         *(tiles.of(width), order, out, z),
         blocks_at,
         activation_numbers(activation),
-        FORM=Form(N, K, w_pitch, gated, gather, top_k, programs, width, stages, scatter=scatter),
+        FORM=Form(
+            N, K, w_pitch, gated, gather, top_k, programs, width, stages, scatter=scatter, decoded=bool(w.format)
+        ),
         ACT=None if activation is None else ACTIVATIONS[activation.kind],
         DECODE=DECODERS[w.format] if w.format else None,
         num_warps=4,

@@ -52,10 +52,10 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     reinterpret,
     shape_of,
     shared_layout,
-    slots_of,
     span,
     tile_of,
-    token_ptrs,
+    tile_slots,
+    token_places,
     visits_of,
 )
 from moefuse.backends.triton.plan import TokenTiles
@@ -290,22 +290,13 @@ def _produce_tokens(rings, pointers, x_descs, FORM: gl.constexpr):
     """Fill the ring of tokens, tile after tile. Spans are read two tiles ahead and slots one, so nothing waits."""
     x_ring, tail_ring, full, empty = rings
     x_ptr, tiles_ptr, order_ptr = pointers
-    GATHER: gl.constexpr = FORM.gather
     PROGRAMS: gl.constexpr = FORM.programs
-    WIDTH: gl.constexpr = FORM.width
     COLUMNS: gl.constexpr = FORM.n // (64 if FORM.gated else 128)
-    LEAST: gl.constexpr = 64 if WIDTH > 64 else WIDTH
     total = gl.load(tiles_ptr) * COLUMNS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     _, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
-    if GATHER:
-        slots0 = slots_of(order_ptr, next_first, next_stop, LEAST)
-        if WIDTH >= 128:
-            slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-        if WIDTH == 256:
-            slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-        tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
+    next_slots = tile_slots(order_ptr, next_first, next_stop, FORM)
     _, then_first, then_stop = span(tiles_ptr, tile_of(1, PROGRAMS), total, COLUMNS)
     for visit in range(visits_of(total, PROGRAMS)):
         first = next_first
@@ -313,25 +304,12 @@ def _produce_tokens(rings, pointers, x_descs, FORM: gl.constexpr):
         next_first = then_first
         next_stop = then_stop
         _, then_first, then_stop = span(tiles_ptr, tile_of(visit + 2, PROGRAMS), total, COLUMNS)
-        ptrs = None
-        if GATHER:
-            ptrs0 = token_ptrs(x_ptr, slots0, FORM.k, FORM.top_k)
-            ptrs64 = ptrs0
-            ptrs128 = ptrs0
-            slots0 = slots_of(order_ptr, next_first, next_stop, LEAST)
-            if WIDTH >= 128:
-                ptrs64 = token_ptrs(x_ptr, slots64, FORM.k, FORM.top_k)
-                slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-            if WIDTH == 256:
-                ptrs128 = token_ptrs(x_ptr, slots128, FORM.k, FORM.top_k)
-                slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-            tail_ptrs = token_ptrs(x_ptr, tail_slots, FORM.k, FORM.top_k)
-            tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
-            ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
+        given = (x_ptr, token_places(next_slots, FORM))
+        next_slots = tile_slots(order_ptr, next_first, next_stop, FORM)
         for start in range(0, FORM.k, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-            bring_tokens(x, tail, bar, first, rows, start, ptrs, x_descs, 0, FORM)
+            bring_tokens(x, tail, bar, first, rows, start, given, x_descs, 0, FORM)
             stage, phase = advance(stage, phase, FORM.stages)
 
 

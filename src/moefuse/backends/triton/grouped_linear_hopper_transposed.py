@@ -37,16 +37,15 @@ from moefuse.backends.triton.grouped_linear_hopper import (
     decode,
     described,
     is_hopper,
+    keep_places,
     load_tile,
     reinterpret,
     rows_of_plane,
     rows_of_strips,
     shared_layout,
-    slots_of,
     span,
     taken_apart,
     tile_of,
-    token_ptrs,
     visits_of,
 )
 from moefuse.backends.triton.plan import TokenTiles
@@ -94,12 +93,11 @@ def _words(raw, slot, DECODE: gl.constexpr):
 
 @gluon.jit
 def _produce(rings, pointers, x_descs, w_desc, blocks_at, FORM: gl.constexpr, DECODE: gl.constexpr):
-    """Fill the ring, tile after tile. Spans are read two tiles ahead and slots one, so that nothing waits for them."""
-    x_ring, tail_ring, w_ring, full, empty, raw, raw_full = rings
+    """Fill the ring, tile after tile, in the order of `_decode_ahead` of grouped_linear_hopper.py."""
+    x_ring, tail_ring, w_ring, full, empty, raw, raw_full, token_memory = rings
     x_ptr, w_ptr, tiles_ptr, order_ptr = pointers
     pitch, matrix_rows, runs, first_column = blocks_at
     K: gl.constexpr = FORM.k
-    WIDTH: gl.constexpr = FORM.width
     PROGRAMS: gl.constexpr = FORM.programs
     COLUMNS: gl.constexpr = FORM.n // 128
     STEPS: gl.constexpr = K // BLOCK_K
@@ -114,14 +112,6 @@ def _produce(rings, pointers, x_descs, w_desc, blocks_at, FORM: gl.constexpr, DE
     phase = gl.to_tensor(1)
     boxes = gl.to_tensor(0)
     next_expert, next_first, next_stop = span(tiles_ptr, tile_of(0, PROGRAMS), total, COLUMNS)
-    if FORM.gather:
-        slots0 = slots_of(order_ptr, next_first, next_stop, 64)
-        if WIDTH >= 128:
-            slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-        if WIDTH == 256:
-            slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-        tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
-    then_expert, then_first, then_stop = span(tiles_ptr, tile_of(1, PROGRAMS), total, COLUMNS)
     visits = visits_of(total, PROGRAMS)
     begin = first_column + tile_of(0, PROGRAMS) % COLUMNS * 128
     _bring_codes(raw, 0, raw_full.index(0), w_desc, next_expert, 0, begin, visits > 0, DECODE)
@@ -131,27 +121,10 @@ def _produce(rings, pointers, x_descs, w_desc, blocks_at, FORM: gl.constexpr, DE
         column = first_column + tile_of(visit, PROGRAMS) % COLUMNS * 128
         expert = next_expert
         first = next_first
-        rows = next_stop - next_first
-        next_expert = then_expert
-        next_first = then_first
-        next_stop = then_stop
-        then_expert, then_first, then_stop = span(tiles_ptr, tile_of(visit + 2, PROGRAMS), total, COLUMNS)
+        stop = next_stop
+        next_expert, next_first, next_stop = span(tiles_ptr, tile_of(visit + 1, PROGRAMS), total, COLUMNS)
         next_column = first_column + tile_of(visit + 1, PROGRAMS) % COLUMNS * 128
-        ptrs = None
-        if FORM.gather:
-            ptrs0 = token_ptrs(x_ptr, slots0, K, FORM.top_k)
-            ptrs64 = ptrs0
-            ptrs128 = ptrs0
-            slots0 = slots_of(order_ptr, next_first, next_stop, 64)
-            if WIDTH >= 128:
-                ptrs64 = token_ptrs(x_ptr, slots64, K, FORM.top_k)
-                slots64 = slots_of(order_ptr, next_first + 64, next_stop, 64)
-            if WIDTH == 256:
-                ptrs128 = token_ptrs(x_ptr, slots128, K, FORM.top_k)
-                slots128 = slots_of(order_ptr, next_first + 128, next_stop, 128)
-            tail_ptrs = token_ptrs(x_ptr, tail_slots, K, FORM.top_k)
-            tail_slots = slots_of(order_ptr, next_first + WIDTH, next_stop, TAIL_ROWS)
-            ptrs = (ptrs0, ptrs64, ptrs128, tail_ptrs)
+        keep_places(token_memory, order_ptr, first, stop, FORM)
         for step in range(STEPS):
             # What comes after: the rows behind these, or the first of the next tile.
             ends = step == STEPS - 1
@@ -159,21 +132,22 @@ def _produce(rings, pointers, x_descs, w_desc, blocks_at, FORM: gl.constexpr, DE
             after_expert = gl.where(ends, next_expert, expert)
             after_column = gl.where(ends, next_column, column)
             live = (visit + 1 < visits) | (step + 1 < STEPS)
-            slot = boxes % 2
-            bar = raw_full.index(1 - slot)
-            _bring_codes(raw, 1 - slot, bar, w_desc, after_expert, after, after_column, live, DECODE)
             known = taken_apart(scales_next, DECODE)
-            at = w_ptrs + after_expert.to(gl.int64) * pitch
-            scales_next = _bring_scales(at, after + mine, after_column // 32 + 2 * half, places, DECODE)
+            slot = boxes % 2
             mbarrier.wait(raw_full.index(slot), boxes // 2 % 2)
             q = _words(raw, slot, DECODE)
             boxes += 1
             mbarrier.wait(empty.index(stage), phase)
+            bar = raw_full.index(1 - slot)
+            _bring_codes(raw, 1 - slot, bar, w_desc, after_expert, after, after_column, live, DECODE)
+            at = w_ptrs + after_expert.to(gl.int64) * pitch
+            scales_next = _bring_scales(at, after + mine, after_column // 32 + 2 * half, places, DECODE)
             x, tail, bar = x_ring.index(stage), tail_ring.index(stage), full.index(stage)
-            bring_tokens(x, tail, bar, first, rows, step * BLOCK_K, ptrs, x_descs, 0, FORM)
+            begins = step * BLOCK_K
+            bring_tokens(x, tail, bar, first, stop - first, begins, (x_ptr, token_memory), x_descs, 0, FORM)
             decode(q, known, 0, (column // 32 + 2 * half) % 8, w_ring.index(stage), DECODE)
-            fence_async_shared()
-            mbarrier.arrive(full.index(stage))
+            gl.thread_barrier()
+            mbarrier.arrive(bar)
             stage, phase = advance(stage, phase, FORM.stages)
 
 
@@ -206,6 +180,8 @@ def _turned_kernel(
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_K], wide)
     raw = gl.allocate_shared_memory(gl.uint8, [4] + w_desc.block_type.shape, w_desc.layout)  # noqa: RUF005
     raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    token_memory = gl.allocate_shared_memory(gl.int32, [2 * FORM.width], plain)  # a power of two
     narrow: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     stagings = gl.allocate_shared_memory(dtype, [2, 64, 64], narrow)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -217,7 +193,7 @@ def _turned_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     rings = (x_ring, tail_ring, w_ring, full, empty)
-    filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full)
+    filled = (x_ring, tail_ring, w_ring, full, empty, raw, raw_full, token_memory)
     pointers = (x_ptr, w_ptr, tiles_ptr, order_ptr)
     x_descs = (x_desc, half_desc, tail_desc)
     out_ptrs = (out_ptr, order_ptr)
@@ -274,7 +250,7 @@ def turned_product(
         (programs,),
         *(a, *x_descs, w_desc, w.data, tiles.of(rows), order, out),
         (pitch, K, width // 32, first),
-        FORM=Form(N, K, 0, False, gather, divisor, programs, rows, stages, True, scatter),
+        FORM=Form(N, K, 0, False, gather, divisor, programs, rows, stages, turned=True, scatter=scatter, decoded=True),
         DECODE=decoder,
         num_warps=4,
     )

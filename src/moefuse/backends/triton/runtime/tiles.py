@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moefuse import backends
-from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability, ceil_div
 
 
 @dataclass(frozen=True)
@@ -298,11 +298,27 @@ def hopper_outer_tile() -> OuterTile:
     return OuterTile(128, 256, 64, 4)
 
 
+class RowsTile(NamedTuple):
+    """A tile of a pass over rows."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def derivatives_tile(I: int) -> RowsTile:
+    """Of the derivatives of activations: two rows a program, whose loads are all under way at once."""
+    return RowsTile(2, min(block_of(I), 1024), 4)
+
+
 #: bytes of slot rows held at once where a backward or a training forward sums over slots
 SLOT_BYTES = 80 << 20
 
 
-def slot_columns(S: int, H: int, itemsize: int, free: int = 0) -> int:
-    """How many of H columns of slot rows are made at a time; ``free``: bytes that were held before and are not now."""
+def slot_columns(S: int, H: int, itemsize: int, free: int) -> int:
+    """How many of H columns of slot rows are made at a time; ``free``: bytes that the step has for them anyway."""
     fit = max(SLOT_BYTES, free) // max(1, S * itemsize)
-    return H if fit >= H else max(256, fit // 256 * 256)
+    if fit >= H:
+        return H
+    chunks = ceil_div(H, max(256, fit // 256 * 256))
+    return ceil_div(ceil_div(H, chunks), 256) * 256
