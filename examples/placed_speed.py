@@ -2,18 +2,19 @@
 
 Qwen3-30B-A3B's widths with random Q4_K experts: `python examples/placed_speed.py --layers 48` on a GPU. Routers are
 skewed as those of trained models are: by default a quarter of the experts, another one in each layer, has 57% of the
-load. *cpu* has all experts on the CPU; *auto* has a quarter of them in slots; *uploaded* sends each step's experts to
-the GPU, from locked memory and already in its order; *gpu* has room for all. Decoding is captured in each case.
+load. *auto* has a quarter of the experts in slots; *cpu* has all on the CPU; *uploaded* sends each step's experts to
+the GPU, from locked memory and already in its order; *gpu* has room for all; *plain* is the same without any of these
+words; *exact* gives logits alone, whose products round no activations to 8 bits. Decoding is captured in each case.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 import statistics
 import time
-from dataclasses import replace
+import traceback
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +23,157 @@ from torch import Tensor, nn
 from moefuse import QuantTensor, experts, hf
 from moefuse.hf.capture import Step
 from moefuse.hf.gguf_experts import BlockExperts
-from moefuse.hf.place import place_model
+from moefuse.hf.place import place_model, unplace_model
 from moefuse.hf.support import on_interface
 from moefuse.nn import Placement, placement
 from moefuse.nn.accelerator import accelerator_of
-from moefuse.nn.placement import PlacedExperts, placed
-from moefuse.nn.quantized import interleave_
-from moefuse.nn.rates import rates_of
+from moefuse.nn.place import placed
+from moefuse.nn.placed_experts import PlacedExperts
 from moefuse.nn.shared import stack_arguments
 from moefuse.types import Activation, Stacks
 
-MODES = ("cpu", "auto", "uploaded", "gpu")
+#: in this order, as the last ones move the experts to the GPU for good
+MODES = ("auto", "cpu", "uploaded", "gpu", "plain", "exact")
+#: tokens whose logits are compared
+COMPARED = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {
+        "--layers": 48, "--hidden": 2048, "--experts": 128, "--intermediate": 768, "--top-k": 8, "--heads": 32,
+        "--vocab": 32768, "--prefill": 2048, "--steps": 64, "--settle": 320, "--threads": 0, "--seconds": 3600,
+    }.items():  # fmt: skip
+        parser.add_argument(name, type=int, default=default, help=f"default {default}")
+    parser.add_argument("--skew", type=float, default=0.35, help="of the routers: 0 uses all experts alike")
+    parser.add_argument("--modes", default=",".join(MODES), help="some of them, in their order")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("experts are placed between RAM and a GPU, and there is none")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    started = time.perf_counter()
+    print(f"{torch.cuda.get_device_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
+    model = build(args)
+    print(f"{args.layers} layers, built in {time.perf_counter() - started:.1f} s", flush=True)
+    print(placement.rates_of(accelerator_of("cuda")), flush=True)
+    found: dict[str, Measured] = {}
+    for mode in (mode for mode in MODES if mode in args.modes.split(",")):
+        if time.perf_counter() - started > args.seconds:
+            print(f"{mode}: not begun, {args.seconds} s are over")
+            continue
+        try:
+            with torch.no_grad():
+                found[mode] = measured(model, mode, args)
+        except Exception:  # the other modes are worth having without this one
+            traceback.print_exc()
+            unplace_model(model)
+        torch.cuda.empty_cache()
+    report(found, args)
+
+
+@dataclass
+class Measured:
+    """Of one mode; tokens a second and bytes above the budget, None where they were not measured."""
+
+    logits: Tensor
+    decode: float | None = None
+    eager: float | None = None
+    prefill: float | None = None
+    hits: float | None = None
+    above: tuple[int, int] | None = None
+
+
+def measured(model: Any, mode: str, args: argparse.Namespace) -> Measured:
+    """One mode; the model is on the CPU before, and afterwards but for the last modes."""
+    started = time.perf_counter()
+    device = accelerator_of("cuda").device
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, args.vocab, (args.settle + args.steps + 1, 1), generator=generator).to(device)
+    prompt = torch.randint(0, args.vocab, (1, args.prefill), generator=generator).to(device)
+    place = None
+    if mode in ("plain", "exact"):
+        model.to(device)
+        for module in model.modules() if mode == "exact" else ():
+            if isinstance(module, BlockExperts):
+                module.exactly_()
+    else:
+        place = put(model, mode, args)
+    hf.patch(model)
+    logits = model(input_ids=prompt[:, :COMPARED], use_cache=False).logits.float()
+    if mode == "exact":
+        return Measured(logits)
+    step = Step(model, 1, args.settle + 3 * args.steps + 64)
+    step.prefill(prompt[:, :16], None)
+    ready = time.perf_counter() - started
+    for row in tokens[: args.settle if mode == "auto" else 16]:
+        step(row)
+    torch.cuda.synchronize()
+    before = place.facts() if place else {}
+    if place:
+        place.waited = place.computed = 0.0
+        place.calls = 0
+    rows = iter(tokens[args.settle :])
+    decode = timed(lambda: step(next(rows)), args.steps)
+    after = place.facts() if place else {}
+    hits = None
+    if place and not place.whole:
+        hit, missed = (after[name] - before[name] for name in ("hits", "misses"))
+        hits = hit / max(hit + missed, 1)
+        print(f"{mode}: {place}; {after['moves'] - before['moves']} moves while timed", flush=True)
+    step.logits, captured = None, step.logits
+    eager = timed(lambda: step(tokens[0]), 8)
+    step.logits = captured
+    peaks = [torch.cuda.max_memory_reserved()]
+    prefill = None
+    if mode != "uploaded":
+        run = functools.partial(model, input_ids=prompt, use_cache=False, logits_to_keep=1)
+        run()
+        prefill = args.prefill / timed(run, 2)
+    peaks.append(torch.cuda.max_memory_reserved())
+    above = None if place is None else (max(peaks[0] - place.budget, 0), max(peaks[1] - place.budget, 0))
+    if place and place.shrunk:
+        print(f"{mode}: memory ran out, and slots were halved", flush=True)
+    if mode == "gpu":  # it stays there
+        vars(model).pop("_moefuse_placement").close()
+    elif place:
+        hf.unpatch(model)
+    made = Measured(logits, 1 / decode, 1 / eager, prefill, hits, above)
+    rate = "" if prefill is None else f", prefill {prefill:.0f}"
+    print(f"{mode}: ready in {ready:.1f} s; decode {1 / decode:.1f} tokens/s{rate}; above budget {above}", flush=True)
+    return made
+
+
+def report(found: dict[str, Measured], args: argparse.Namespace) -> None:
+    """The table, and what stands against what."""
+    print(f"\n{args.layers} layers, prompt of {args.prefill} tokens\n")
+    print("| experts | decode tokens/s | eager | prefill tokens/s | hits | GPU above budget: decode, prefill |")
+    print("|---|---|---|---|---|---|")
+    for mode, one in found.items():
+        if one.decode is not None and one.eager is not None:
+            prefill = "" if one.prefill is None else f"{one.prefill:.0f}"
+            hits = "" if one.hits is None else f"{one.hits:.0%}"
+            above = "" if one.above is None else f"{one.above[0]}, {one.above[1]}"
+            print(f"| {mode} | {one.decode:.1f} | {one.eager:.1f} | {prefill} | {hits} | {above} |")
+    for ours, theirs in (("auto", "cpu"), ("auto", "uploaded"), ("gpu", "plain"), ("auto", "plain")):
+        if {ours, theirs} <= found.keys():
+            a, b = found[ours], found[theirs]
+            ratios = {"decode": (a.decode, b.decode), "prefill": (a.prefill, b.prefill)}
+            said = [f"{name} {x / y:.2f}x" for name, (x, y) in ratios.items() if x and y]
+            print(f"{ours} against {theirs}: {', '.join(said)}")
+    for other in ("exact", "plain", "cpu"):
+        if other in found:
+            want = found[other].logits
+            said = [f"{mode} {difference(one.logits, want):.1e}" for mode, one in found.items() if mode != other]
+            print(f"logits of {COMPARED} tokens against {other}: {', '.join(said)}", flush=True)
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 def build(args: argparse.Namespace) -> Any:
-    """The model on the CPU; its layers' experts are equal, in memory of their own."""
+    """The model on the CPU, of numbers that are drawn on the GPU, which is faster."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     settings = Qwen3MoeConfig(
@@ -46,65 +183,65 @@ def build(args: argparse.Namespace) -> Any:
     )  # fmt: skip
     with torch.device("meta"):
         model: Any = Qwen3MoeForCausalLM(settings).to(torch.bfloat16)
-    first: BlockExperts | None = None
+    generator = torch.Generator(accelerator_of("cuda").device).manual_seed(1)
     for path, stock in list(on_interface(model)):
-        made = of_blocks(args, stock, first)
-        first = made if first is None else first
-        model.set_submodule(path, made)
-    noise = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1)).bfloat16()
+        model.set_submodule(path, of_blocks(args, stock, generator))
     for name, value in list(model.named_parameters()):
-        numbers = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape)
-        numbers = numbers * (1.0 if "embed" in name else value.shape[-1] ** -0.5)
-        if value.dim() == 1:
-            numbers = torch.ones(value.shape, dtype=torch.bfloat16)
-        if name.endswith("mlp.gate.weight"):
-            numbers = skewed(numbers, args.skew, seed=int(name.split(".")[2]))
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(numbers, requires_grad=False)
+        noise = torch.randn(value.shape, device=generator.device, generator=generator)
+        numbers = noise * (1.0 if "embed" in name else value.shape[-1] ** -0.5)
+        if value.dim() == 1:
+            numbers = torch.ones_like(noise)
+        elif name.endswith("mlp.gate.weight"):  # some experts have larger logits, and so are chosen more
+            sizes = torch.randn(len(noise), 1, device=generator.device, generator=generator)
+            numbers *= torch.exp(args.skew * sizes)
+        kept = nn.Parameter(numbers.bfloat16().cpu(), requires_grad=False)
+        model.get_submodule(owner)._parameters[leaf] = kept
     model.model.rotary_emb = type(model.model.rotary_emb)(settings)
     model.set_experts_implementation("moefuse")
     return model.eval()
 
 
-def skewed(router: Tensor, skew: float, seed: int) -> Tensor:
-    """Some experts have larger logits than others, and so are chosen more."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(router.shape, generator=generator)
-    sizes = torch.exp(skew * torch.randn(len(router), 1, generator=generator))
-    return (noise * sizes * router.shape[1] ** -0.5).bfloat16()
-
-
-def of_blocks(args: argparse.Namespace, stock: Any, like: BlockExperts | None) -> BlockExperts:
-    """Random blocks whose numbers have the size of trained ones; or copies of another layer's."""
-    if like is None:
-        E, H, I = args.experts, args.hidden, args.intermediate
-        shapes = {"gate_up": (E, I, H // 256), "up": (E, I, H // 256), "down": (E, H, I // 256)}
-        generator = torch.Generator().manual_seed(2)
-        tensors: dict[str, Any] = {}
-        for name, shape in shapes.items():
-            one = torch.randint(0, 256, (1, *shape[1:], 144), dtype=torch.uint8, generator=generator)
-            scale = torch.tensor([1e-4 * (2048 / 256 / shape[2]) ** 0.5, 7.5e-4], dtype=torch.float16)
-            one[..., :4] = scale.view(torch.uint8)
-            tensors[name] = QuantTensor(one.flatten(-2).repeat(E, 1, 1), "Q4_K")
-        made = BlockExperts(stock, Activation("silu"), tensors, torch.bfloat16)
-        interleave_(made)
-        return made
-    copies = {name: replace(weight, blocks=weight.blocks.clone()) for name, weight in like._held().items()}
-    return BlockExperts(stock, Activation("silu"), copies, torch.bfloat16)
+def of_blocks(args: argparse.Namespace, stock: Any, generator: torch.Generator) -> BlockExperts:
+    """Random blocks whose numbers have the size of trained ones, in the order that the CPU reads fastest."""
+    E, H, I = args.experts, args.hidden, args.intermediate
+    shapes = {"gate_up": (E, I, H // 256), "up": (E, I, H // 256), "down": (E, H, I // 256)}
+    tensors: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        blocks = torch.randint(
+            0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator
+        )  # fmt: skip
+        scale = torch.tensor([1e-4 * (2048 / 256 / shape[2]) ** 0.5, 7.5e-4], dtype=torch.float16)
+        blocks[..., :4] = scale.view(torch.uint8).to(blocks.device)
+        made = QuantTensor(blocks.flatten(-2), "Q4_K").arranged("interleaved")
+        tensors[name] = replace(made, blocks=made.blocks.cpu())
+    return BlockExperts(stock, Activation("silu"), tensors, torch.bfloat16)
 
 
 class Uploaded(PlacedExperts):
     """What one would do without slots: the experts of a step are sent to the GPU, then computed there."""
 
-    #: all experts as the GPU reads them, and room for those of a step; for all layers, whose experts are equal
+    #: all experts of a layer as the GPU reads them, and room for those of a step; other layers send them, too
     locked: Stacks
     room: Stacks
+
+    @classmethod
+    def prepare(cls, stacks: Stacks, top_k: int) -> None:
+        acc = accelerator_of("cuda")
+        locked, room = [], []
+        for weight in (stacks.gate_up, stacks.up, stacks.down):
+            assert isinstance(weight, QuantTensor)
+            there = weight.to(acc.device)
+            memory = acc.host(there.blocks.nbytes).view(there.blocks.shape).copy_(there.blocks)
+            locked.append(replace(there, blocks=memory))
+            room.append(replace(there, blocks=there.blocks[:top_k].clone()))
+        cls.locked, cls.room = Stacks(*locked), Stacks(*room)
 
     def _together(self, x: Tensor, ids: Tensor, found: Tensor, weights: Tensor, tail: Any, backend: str | None) -> Any:
         if len(x) > 1:
             return super()._together(x, ids, found, weights, tail, backend)
-        acc, staging = self.accelerator, self.placement.staging(len(x), ids.shape[1], x.shape[1], x.dtype)
-        acc.copy(staging.ids, ids)
+        acc, staging = self.accelerator, self.placement.staging.call(1, ids.shape[1], x.shape[1], x.dtype)
+        acc.copy(staging.ids, ids.to(torch.int32))
         acc.do(functools.partial(self._send, staging))
         here = torch.arange(ids.shape[1], device=x.device, dtype=torch.int32)[None]
         options = stack_arguments(self.room) | tail._asdict()
@@ -120,26 +257,22 @@ class Uploaded(PlacedExperts):
 
 def put(model: Any, mode: str, args: argparse.Namespace) -> Placement:
     """Place the experts of a model that lies on the CPU."""
-    found = [module for _, module in on_interface(model)]
-    each = sum(w.nbytes for w in found[0]._held().values()) // args.experts
-    shared = sum(p.nbytes for p in model.parameters())
-    slots = {"cpu": 0, "auto": args.experts // 4, "uploaded": 0, "gpu": args.experts}[mode]
-    taken = torch.cuda.memory_allocated() + shared + slots * each * args.layers
-    budget = placement.budget_for(taken + placement.STREAMS * placement.GROUP) + (16 << 20)
-    made = Placement("cpu" if mode in ("cpu", "uploaded") else "auto", budget)
-    place_model(model, made)
+    modules: list[Any] = [module for _, module in on_interface(model)]
     if mode == "uploaded":
-        one: PlacedExperts = placed(found[0])  # type: ignore[assignment]  # it has just been placed
-        there = [w.to(made.device) for w in (one.stacks.gate_up, one.stacks.up, one.stacks.down)]  # type: ignore[union-attr]
-        for name in ("locked", "room"):
-            stacks = []
-            for w in there:
-                blocks = w.blocks.cpu().pin_memory() if name == "locked" else w.blocks[: args.top_k].clone()
-                stacks.append(QuantTensor(blocks, w.format, w.exact, w.arrangement))
-            setattr(Uploaded, name, Stacks(*stacks))
-        del there
-        for module in found:
-            placed(module).__class__ = Uploaded  # type: ignore[union-attr]
+        Uploaded.prepare(modules[0].stacks(), args.top_k)
+    each = sum(weight.nbytes for weight in modules[0]._held().values()) // args.experts
+    shared = sum(p.nbytes for p in model.parameters())
+    slots = {"auto": args.experts // 4, "gpu": args.experts}.get(mode, 0)
+    taken = torch.cuda.memory_allocated() + shared + int((slots + 0.9) * each * args.layers)
+    # A prompt takes the same room whatever the layers: that which a budget of 8 GiB leaves, for a model of 48.
+    placement.LEAST_ROOM = 1 << 30
+    budget = placement.budget_for(taken + placement.STREAMS * placement.GROUP)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    made = Placement("auto" if slots else "cpu", budget)
+    place_model(model, made)
+    for module in modules if mode == "uploaded" else ():
+        placed(module).__class__ = Uploaded  # type: ignore[assignment]  # it has just been placed
     return made
 
 
@@ -153,91 +286,6 @@ def timed(work: Any, times: int) -> float:
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return statistics.median(taken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {
-        "--layers": 48, "--hidden": 2048, "--experts": 128, "--intermediate": 768, "--top-k": 8, "--heads": 32,
-        "--vocab": 32768, "--prefill": 2048, "--steps": 64, "--settle": 320, "--threads": 0,
-    }.items():  # fmt: skip
-        parser.add_argument(name, type=int, default=default, help=f"default {default}")
-    parser.add_argument("--skew", type=float, default=0.35, help="of the routers: 0 uses all experts alike")
-    parser.add_argument("--modes", default=",".join(MODES), help="gpu comes last: it moves the experts")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("experts are placed between RAM and a GPU, and there is none")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    print(f"{torch.cuda.get_device_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
-    started = time.perf_counter()
-    model = build(args)
-    print(f"{args.layers} layers, built in {time.perf_counter() - started:.1f} s", flush=True)
-    print(rates_of(accelerator_of("cuda")), flush=True)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, args.vocab, (args.settle + args.steps + 1, 1), generator=generator).cuda()
-    prompt = torch.randint(0, args.vocab, (1, args.prefill), generator=generator).cuda()
-    logits: dict[str, Tensor] = {}
-    lines = ["| experts | decode tokens/s | eager | prefill tokens/s | hits | GPU above budget | logits differ by |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    rates: dict[str, tuple[float, float]] = {}
-    for mode in args.modes.split(","):
-        with torch.no_grad():
-            rates[mode], line = measured(model, mode, args, tokens, prompt, logits)
-        torch.cuda.empty_cache()
-        lines.append(line)
-        print(line, flush=True)
-    print("\n" + "\n".join(lines))
-    for mode in ("cpu", "uploaded", "gpu"):
-        if {mode, "auto"} <= rates.keys():
-            (ours, prefill), (theirs, their_prefill) = rates["auto"], rates[mode]
-            also = f", prefill {prefill / their_prefill:.2f}x" if their_prefill else ""
-            print(f"auto against {mode}: decode {ours / theirs:.2f}x{also}")
-
-
-def measured(
-    model: Any, mode: str, args: argparse.Namespace, tokens: Tensor, prompt: Tensor, logits: dict[str, Tensor]
-) -> tuple[tuple[float, float], str]:
-    """Tokens a second of decoding and of a prompt, and the line of the table."""
-    started = time.perf_counter()
-    torch.cuda.reset_peak_memory_stats()
-    place = put(model, mode, args)
-    hf.patch(model)
-    logits[mode] = model(input_ids=prompt[:, :64], logits_to_keep=1, use_cache=False).logits.float()
-    step = Step(model, 1, args.settle + 3 * args.steps + 64)
-    step.prefill(prompt[:, :16], None)
-    ready = time.perf_counter() - started
-    for row in tokens[: args.settle if mode == "auto" else 16]:
-        step(row)
-    torch.cuda.synchronize()
-    before = place.facts()
-    place.waited = place.computed = 0.0
-    place.calls = 0
-    rows = iter(tokens[args.settle :])
-    decode = timed(lambda: step(next(rows)), args.steps)
-    after = place.facts()
-    asked = after["hits"] + after["misses"] - before["hits"] - before["misses"]
-    hits = 1.0 if place.whole else (after["hits"] - before["hits"]) / max(asked, 1)
-    moves = after["moves"] - before["moves"]
-    print(f"{mode}: ready in {ready:.1f} s; {place}; {moves} moves while timed", flush=True)
-    step.replay, replay = step._forward, step.replay
-    eager = timed(lambda: step(tokens[0]), 8)
-    step.replay = replay
-    passes = 1 if mode == "cpu" and args.layers > 8 else 3
-    run = functools.partial(model, input_ids=prompt, use_cache=False, logits_to_keep=1)
-    if passes > 1:
-        run()
-    prefill = math.inf if mode == "uploaded" else timed(run, passes)
-    above = max(torch.cuda.max_memory_reserved() - place.budget, 0)
-    right = logits.get("cpu", logits[mode])
-    error = float((logits[mode] - right).square().mean().sqrt() / right.square().mean().sqrt())
-    if mode != MODES[-1]:
-        hf.unpatch(model)
-    line = (
-        f"| {mode} | {1 / decode:.1f} | {1 / eager:.1f} | {args.prefill / prefill:.0f} | {hits:.0%} | {above} | "
-        f"{error:.1e} |"
-    )
-    return (1 / decode, args.prefill / prefill), line
 
 
 if __name__ == "__main__":

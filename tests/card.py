@@ -9,9 +9,11 @@ docs/support.md. `--dry` shows on any machine that the script itself works: few 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -450,29 +452,34 @@ def invariant(arguments: dict[str, str]) -> Iterator[Check]:
     import torch
 
     from moefuse.testing.cases import CASES
-    from moefuse.testing.invariance import comparisons
+    from moefuse.testing.invariance import shares
 
     options: dict[str, Any] = {"dtypes": [getattr(torch, arguments["dtype"])]}
     if "only" in arguments:
         options["cases"] = [case for case in CASES if case.id in arguments["only"].split(",")]
-    for number, call in enumerate(
-        comparisons([("triton", device())], int(arguments["batches"]), int(arguments["seed"]), **options)
-    ):
-        yield f"batch {number}", lambda call=call: told(call())
+    else:
+        options["most"] = 1500
+    part, parts = map(int, arguments["slice"].split("/"))
+    drawn = shares([("triton", device())], int(arguments["batches"]), SEED, **options)
+    for share in sorted(drawn, key=lambda share: -len(share.case.specs))[part::parts]:
+        yield (
+            f"{share.batches} batches of {share.case.id}",
+            lambda share=share: "; ".join(share.tally().differing) or None,
+        )
 
 
 def placed(arguments: dict[str, str]) -> Iterator[Check]:
     """Experts in RAM and in slots, on real streams, while they move; and a model with them, captured."""
-    steps = int(arguments["steps"])
-    for words in ("auto", "cpu") if "models" in arguments else ():
+    steps = int(arguments.get("steps", 0))
+    kind = arguments["kind"]
+    for words in ("auto", "cpu") if kind == "models" else ():
         for streams in (False, True) if words == "auto" else (False,):
             name = f"a model, experts={words!r}{', prompts streamed' if streams else ''}"
             yield name, lambda words=words, streams=streams: placed_model(words, streams)
-    for kind in ("Q4_K:interleaved", "bfloat16", "float32", "Q4_K", "Q8_0"):
-        for slots in (3, 0):
-            for streams in (False, True):
-                name = f"{kind}, {slots} of 8 in slots, {'streamed' if streams else 'together'}"
-                yield name, lambda kind=kind, slots=slots, streams=streams: placed_layer(kind, slots, streams, steps)
+    for slots in () if kind == "models" else (3, 0):
+        for streams in (False, True):
+            name = f"{kind}, {slots} of 8 in slots, {'streamed' if streams else 'together'}"
+            yield name, lambda slots=slots, streams=streams: placed_layer(kind, slots, streams, steps)
 
 
 def rates_for(streams: bool) -> Any:
@@ -579,6 +586,7 @@ CHECKS: dict[str, Callable[[dict[str, str]], Iterator[Check]]] = {
 
 def work(section: str, arguments: dict[str, str], start: int, report: Path) -> int:
     """Run the checks of one job from ``start`` on, a line of the report for each; DEVICE_LOST where CUDA is no more."""
+    faulthandler.enable()
     with report.open("a", encoding="utf-8") as file:
 
         def say(**line: Any) -> None:
@@ -636,13 +644,24 @@ def jobs(sections: list[str], dry: bool, batches: int) -> Iterator[Job]:
                     yield Job(section, f"{section}-{dtype}-{part}", arguments)
     if "invariant" in sections:
         for dtype in dtypes:
-            for seed in range(1 if dry else 4):
-                arguments = {"dtype": dtype, "batches": "4" if dry else str(batches // 4), "seed": str(seed), **few}
-                yield Job("invariant", f"invariant-{dtype}-{seed}", arguments)
+            slices = 1 if dry else 5
+            for part in range(slices):
+                arguments = {
+                    "dtype": dtype,
+                    "batches": "4" if dry else str(batches),
+                    "slice": f"{part}/{slices}",
+                    **few,
+                }
+                yield Job("invariant", f"invariant-{dtype}-{part}", arguments)
     if "placed" in sections and not dry:
         sanitized = ("compute-sanitizer", "--tool", "memcheck")
-        yield Job("placed", "placed", {"steps": "120", "models": "1"})
-        yield Job("placed", "placed-memcheck", {"steps": "12"}, sanitized, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        yield Job("placed", "placed-models", {"kind": "models"})
+        for kind in ("Q4_K:interleaved", "bfloat16", "float32", "Q4_K", "Q8_0"):
+            name = kind.replace(":", "-")
+            yield Job("placed", f"placed-{name}", {"kind": kind, "steps": "120"})
+            uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            # Moves begin with the 17th call.
+            yield Job("placed", f"placed-memcheck-{name}", {"kind": kind, "steps": "36"}, sanitized, uncached)
     if "sanitize" in sections and not dry:
         for tool in CLEAN:
             for part in range(SANITIZED_SLICES):
@@ -676,8 +695,12 @@ def run_job(job: Job, out: Path, ends: float, per_job: float, threads: dict[str,
             try:
                 code: int | None = process.wait(timeout=left)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                process.send_signal(signal.SIGABRT)  # where it waits is then in its log
+                try:
+                    process.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
                 code = None
             lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
             done = {line["done"] for line in lines if "done" in line}

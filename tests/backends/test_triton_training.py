@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops import oracle, test_formulas, test_training_blocks
-from ops.test_training import F16, agree, gradients, make, smooth
+from ops.test_training import BF16, F16, agree, gradients, make, smooth
 
 import moefuse
 import moefuse.nn
@@ -260,3 +260,41 @@ def test_a_routers_gradients_of_many_tokens(target, rng, monkeypatch, norm, T, E
     want = found("reference", "cpu", torch.float64)
     with poisoned():
         agree(found(*target, torch.float32), want, oracle.GRADIENT)
+
+
+@pytest.mark.parametrize("apart", ["router", "norm", "neither"])
+@pytest.mark.parametrize("many", [True, False])
+def test_a_routers_gradients_in_parts(target, rng, monkeypatch, apart, many):
+    """The gradient of the logits as a sum of 16-bit numbers. ``apart`` is in float32: its gradient shows every bit.
+
+    The interpreter has no bfloat16, so there the parts are float16.
+    """
+    from moefuse.backends.triton import gate_backward
+    from moefuse.backends.triton.gate_backward import Parts
+
+    dtype = torch.bfloat16 if target[1] == "cuda" else torch.float16
+    if dtype == torch.float16:
+        bits = lambda _, results: 2 if all(t is None or t.element_size() == 2 for t in results) else 3  # noqa: E731
+        monkeypatch.setattr(Parts, "of", lambda *given: Parts(bits(*given), dtype))
+    monkeypatch.setattr(gate_backward, "_MANY_TOKENS", 1 if many else 1000)
+    T, E, H = 70, 37, 130
+    made = {"x": oracle.normal(rng, T, H), "router": oracle.normal(rng, E, H, scale=H**-0.5)}
+    made |= {"norm": oracle.uniform(rng, H) + 0.5, "logit_bias": oracle.normal(rng, E)}
+    given = {name: t.to(torch.float32 if name == apart else dtype) for name, t in made.items()}
+    d = oracle.normal(rng, T, 3)
+
+    def found(backend, device, wide=None):
+        leaves = {name: t.to(device, wide or t.dtype).requires_grad_() for name, t in given.items()}
+        x, router, norm, bias = leaves.values()
+        rule = moefuse.Routing(3, renormalize=False)
+        weights, _ = moefuse.gate(x, router, rule, norm_weight=norm, logit_bias=bias, backend=backend)
+        weights.backward(d.to(device, weights.dtype))
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    want = found("reference", "cpu", torch.float64)
+    with poisoned():
+        got = found(*target)
+    rounded = BF16 if dtype == torch.bfloat16 else F16
+    for name, grad in got.items():
+        tolerance = oracle.GRADIENT if grad.dtype == torch.float32 else rounded
+        oracle.assert_close(grad.cpu(), want[name], tolerance, whole=True)

@@ -1,14 +1,20 @@
 """Models whose experts are placed: logits and text of the same model on one device, and what must be refused."""
 
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import tiny_model
-from gguf_files import KINDS, make
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from gguf_files import END, KINDS, make, tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
@@ -118,6 +124,23 @@ def test_a_gguf_file_is_placed(tmp_path: Path) -> None:
                 got.half()
 
 
+def test_blocks_are_arranged_for_the_cpu_where_they_stay_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which reads the whole file: not for a budget that is refused, nor for one that holds everything."""
+    path, arranged = tmp_path / "model.gguf", list[Any]()
+    make(KINDS["qwen3moe"], path)
+    monkeypatch.setattr(sys.modules["moefuse.hf.place"], "interleave_", arranged.append)
+    asked: dict[str, Any] = {"device": "cuda", "arrange": True, "progress": False}
+    with pytest.raises(ValueError, match="gpu_memory must hold what is not experts"):
+        hf.from_gguf(path, gpu_memory="10KiB", **asked)
+    model, _ = hf.from_gguf(path, gpu_memory="12GiB", **asked)
+    assert model._moefuse_placement.whole
+    assert not arranged
+    hf.from_gguf(path, gpu_memory="12GiB", experts="cpu", **asked)
+    assert len(arranged) == 2
+
+
 @pytest.mark.parametrize("where", ["attention", "experts"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_out_of_memory_in_the_middle_of_a_text(
@@ -152,6 +175,47 @@ def test_out_of_memory_in_the_middle_of_a_text(
         model.generate(x, max_new_tokens=12, **PLAIN)
 
 
+@pytest.mark.parametrize("where", ["attention", "experts"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("bus", ["slow", "fast"])
+def test_a_text_after_one_that_was_interrupted(
+    where: str, captured: bool, bus: str, monkeypatch: pytest.MonkeyPatch, device: SlowDevice
+) -> None:
+    """As in a notebook: whatever the interrupt came into, the next text is right."""
+    monkeypatch.setattr(placement, "rates_of", lambda _: SLOW_BUS if bus == "slow" else FAST_BUS)
+    model: Any = tiny_model("qwen3_moe")
+    x = torch.randint(1, 97, (1, 9))
+    want = model.generate(x, max_new_tokens=60, **PLAIN)
+    hf.patch(model, experts="auto", gpu_memory=budget(model, 3))
+    if captured:
+        hf.capture(model, 1, 80)
+    left = 0
+
+    def interrupted(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return run(*args, **kwargs)
+
+        return call
+
+    if where == "attention":
+        monkeypatch.setattr(hf.layers, "attention", interrupted(hf.layers.attention))
+    else:
+        monkeypatch.setattr(device, "copy", interrupted(device.copy))
+        monkeypatch.setattr(device, "wait", interrupted(device.wait))
+    for number in (1, 2, 3, 30, 57, 81):
+        left = number
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(x, max_new_tokens=60, **PLAIN)
+        assert torch.equal(model.generate(x, max_new_tokens=60, **PLAIN), want)
+    hf.unpatch(model)
+    assert not device.pinned
+    assert not device.busy(*device.lines - {device.main})
+
+
 def test_who_looks_at_the_parts_sees_them() -> None:
     model: Any = tiny_model("qwen3_moe")
     x = torch.randint(1, 97, (1, 9))
@@ -168,11 +232,12 @@ def test_who_looks_at_the_parts_sees_them() -> None:
             assert close(model(input_ids=x).logits, want.logits)
 
 
-def test_a_load_map_is_that_of_a_run() -> None:
+def test_a_load_map_is_that_of_a_run(tmp_path: Path) -> None:
     from moefuse.hf.text import expert_load
 
     model: Any = tiny_model("qwen3_moe")
-    load = expert_load(model, [torch.randint(1, 97, (50,))])
+    torch.save(expert_load(model, [torch.randint(1, 97, (50,))]), tmp_path / "load.pt")
+    load = torch.load(tmp_path / "load.pt")
     hf.patch(model, experts=Placement("auto", budget(model, 2), load=load))
     for path, module in on_interface(model):
         layer = placed(module)
@@ -238,9 +303,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "experts: 2 layers of 8 in RAM" in output
     assert "3 of each in slots" in output
     assert "a layer of a step, on average:" in output
-    code, output = invoke(*line, "--gpu-memory", "10KiB")
-    assert code == 2
-    assert "gpu_memory must hold what is not experts" in output
+    for size in ("10KiB", "0", "12"):
+        code, output = invoke(*line, "--gpu-memory", size)
+        assert code == 2
+        assert "Invalid value for --gpu-memory: gpu_memory must hold what is not experts" in output
+    code, output = invoke(*line, "--gpu-memory", "4000GB", "--stats")
+    assert code == 0, output
+    assert "experts: all on the GPU" in output
+    code, output = invoke(*line, "--experts-on", "cpu", "--gpu-memory", budget(model, 0), "--stats")
+    assert code == 0, output
+    assert "0 of each in slots" in output
 
 
 @pytest.mark.parametrize(
@@ -262,6 +334,103 @@ def test_words_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = invoke("model.gguf", "--prompt", "x", "--experts-on", "auto", "--compare")
     assert code == 2
     assert "it does not go with --compare" in output
-    code, output = invoke("model.gguf", "--prompt", "x", "--gpu-memory", "much")
-    assert code == 2
-    assert "gpu_memory must be bytes or a size such as 12GiB or 500MB, got 'much'" in output
+    for size in ("much", "-1", "12 gigs", ""):
+        code, output = invoke("model.gguf", "--prompt", "x", f"--gpu-memory={size}")
+        assert code == 2
+        assert f"gpu_memory must be bytes or a size such as 12GiB or 500MB, got '{size}'" in output
+
+
+def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its modes, on a device that is none: what stands in the documents can be measured again."""
+    path = Path(__file__).parents[2] / "examples" / "placed_speed.py"
+    example = runpy.run_path(str(path))
+    monkeypatch.setitem(example["main"].__globals__, "accelerator_of", placement.accelerator_of)
+    for name in ("is_available", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    for name in ("max_memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(placement, "rates_of", lambda _: FAST_BUS)
+    monkeypatch.setattr(placement, "GROUP", 112 << 10)  # one expert
+    line = "--layers 2 --hidden 256 --experts 8 --intermediate 256 --top-k 2 --heads 2 --vocab 64 --prefill 64 "
+    monkeypatch.setattr(sys, "argv", ["placed_speed.py", *(line + "--settle 20 --steps 4").split()])
+    example["main"]()
+    printed = capsys.readouterr()
+    assert not printed.err
+    for said in ("auto against cpu", "auto against uploaded", "gpu against plain", "logits of 64 tokens against exact"):
+        assert said in printed.out
+    assert "2 of each in slots" in printed.out
+
+
+LAUNCH = """
+import sys
+from slow_device import SlowDevice
+from moefuse.cli import app
+from moefuse.nn import placement, rates
+
+placement.accelerator_of, placement.LEAST_ROOM, placement.GROUP = lambda _: SlowDevice(), 0, 1
+rates.measure = lambda _: rates.Rates(1e15, 1e15, 1.0, 1.0)
+sys.modules["moefuse.cli.run"]._refuse_placement = lambda *_: None
+app()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_run_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    """And the next one says what it would have said."""
+    path, cache, script = tmp_path / "model.gguf", tmp_path / "cache", tmp_path / "launch.py"
+    sizes = {"max_position_embeddings": 100_000}
+    model = make(replace(KINDS["qwen3moe"], sizes=KINDS["qwen3moe"].sizes | sizes), path, mute=[0])
+    if kind == "directory":
+        path = tmp_path / "model"
+        model.save_pretrained(path)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END).save_pretrained(path)
+    script.write_text(LAUNCH)
+    folders = os.pathsep.join([str(Path(__file__).parents[1] / "nn"), *sys.path])
+    env = os.environ | {"PYTHONPATH": folders, "MOEFUSE_CACHE": str(cache), "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    memory = budget(model, 3) if kind == "directory" else budget(hf.from_gguf(path, progress=False)[0], 3)
+    line = [sys.executable, script, "run", path, "--prompt", "it was", "--gpu-memory", f"{memory}", "--stats"]
+
+    def begun(tokens: int) -> subprocess.Popen[str]:
+        command = [*map(str, line), "--max-tokens", str(tokens)]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+        )
+
+    def behind() -> list[str]:
+        files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if path not in (file, *file.parents)}
+        return sorted(files | set(os.listdir("/dev/shm")))
+
+    def finished() -> str:
+        process = begun(20)
+        said, complaints = process.communicate(timeout=120)
+        assert process.returncode == 0, complaints
+        assert "of each in slots" in said
+        assert "0 of each in slots" not in said
+        return said.split("moefuse: prefill")[0]
+
+    text, files = finished(), behind()
+    assert "cache/rates.json" in files
+    for signum in (signal.SIGKILL, signal.SIGINT):
+        process = begun(50_000)
+        assert process.stdout is not None
+        assert process.stdout.read(4)  # the answer has begun
+        process.send_signal(signum)
+        _, complaints = process.communicate(timeout=20)
+        assert process.returncode != 0
+        assert "Traceback" not in complaints
+        assert not session(process.pid)
+        assert behind() == files
+    assert finished() == text
+
+
+def session(number: int) -> list[str]:
+    """Processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == number:
+                found.append(stat.parent.name)
+    return found

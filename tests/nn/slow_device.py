@@ -8,6 +8,7 @@ host must not change until it is known to be done.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -54,13 +55,18 @@ class SlowDevice:
     def __init__(self, memory: int = 2**40, late: int = 3) -> None:
         self.memory, self.late, self.lock = memory, late, threading.RLock()
         self.main = Line()
+        self.lines: weakref.WeakSet[Line] = weakref.WeakSet((self.main,))
         self.memories: dict[int, Tensor] = {}
         self.pinned: list[int] = []
         self.limits: list[int | None] = []
         self.taken = 0
+        #: memory was given back that a copy might still read
+        self.early = False
 
     def stream(self) -> Line:
-        return Line()
+        made = Line()
+        self.lines.add(made)
+        return made
 
     def run(self, work: Callable[[], None], stream: Line | None = None) -> None:
         with self.lock:
@@ -84,6 +90,11 @@ class SlowDevice:
                 line.run(upto)
             else:
                 stream.given.append(lambda: line.run(upto))
+
+    def finish(self, stream: Line | None = None) -> None:
+        with self.lock, torch._C.DisableTorchFunction():  # the collector may call it while ops are taken down
+            for line in list(self.lines) if stream is None else [stream]:
+                line.run(len(line.given))
 
     def copy(self, target: Tensor, source: Tensor, stream: Line | None = None) -> None:
         with self.lock:
@@ -110,7 +121,7 @@ class SlowDevice:
         return tensor.untyped_storage().data_ptr() in self.memories
 
     def host(self, nbytes: int) -> Tensor:
-        memory = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+        memory = torch.full((nbytes,), GARBAGE, dtype=torch.uint8, device="cpu")
         self.memories[memory.data_ptr()] = memory
         return memory
 
@@ -119,7 +130,12 @@ class SlowDevice:
         return True
 
     def unpin(self, address: int) -> None:
+        self.early |= self.busy()
         self.pinned.remove(address)
+
+    def busy(self, *streams: Line) -> bool:
+        """Whether these streams, or any, have work to do."""
+        return any(line.done < len(line.given) for line in streams or list(self.lines))
 
     def do(self, work: Callable[[], None]) -> None:
         work()
@@ -130,10 +146,14 @@ class SlowDevice:
     def used(self) -> int:
         return self.taken
 
-    def limit(self, nbytes: int | None) -> None:
+    def limit(self, nbytes: int) -> None:
         self.limits.append(nbytes)
+
+    def unlimit(self) -> None:
+        if self.limits and self.limits[-1] is not None:
+            self.limits.append(None)
 
 
 def spoil(tensor: Tensor) -> None:
-    garbage = torch.full((tensor.nbytes,), GARBAGE, dtype=torch.uint8)
+    garbage = torch.full((tensor.nbytes,), GARBAGE, dtype=torch.uint8, device="cpu")
     tensor.copy_(garbage.view(tensor.dtype).view(tensor.shape))

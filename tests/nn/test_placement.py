@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from torch import Tensor, nn
 
 from moefuse import Activation, QuantTensor, Routing, experts, quantize
 from moefuse.nn import MoE, Placement, placement, rates
+from moefuse.nn.accelerator import Cuda
 from moefuse.nn.place import placed
 from moefuse.nn.placed_experts import PlacedExperts
 from moefuse.nn.rates import Rates
 from moefuse.nn.shared import stack_arguments
 from moefuse.nn.sizes import bytes_of
+from moefuse.nn.slots import Slots
 from moefuse.nn.stack_memory import nbytes_of, tensors_of
 from moefuse.quant.arrange import _TAKEN, WANTED
 from moefuse.types import Stacks
@@ -235,6 +239,41 @@ def test_prompts_between_steps_see_the_same_table(monkeypatch: pytest.MonkeyPatc
     assert layer.residency.moves > 0
 
 
+@pytest.mark.parametrize("where", ["_publish", "_take_in"])
+def test_an_interrupt_between_a_move_and_its_table(
+    streams: SlowDevice, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.late = 0  # ids are looked at by the next call
+    stacks, run = numbers(), getattr(Slots, where)
+    layer, calls = layer_of(stacks, 3), 0
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise KeyboardInterrupt
+        return run(*given)
+
+    monkeypatch.setattr(Slots, where, interrupted)
+    monkeypatch.setattr(placement, "GROUP", 2 * 4 * 3 * H * I)
+    stopped = 0
+    with torch.no_grad():
+        for ids in (*skewed(100), *skewed(100, shift=4)):
+            x, weights = torch.randn(2, H), torch.rand(2, 3)
+            try:
+                got = layer(x, ids.expand(2, 3), weights)
+            except KeyboardInterrupt:
+                stopped += 1
+                continue
+            assert_close(got, exact(stacks, x, ids.expand(2, 3), weights))
+    monkeypatch.undo()
+    with layer.placement.still():
+        pass
+    assert stopped > 0
+    assert layer.residency.moves > 0
+    assert sorted(layer.residency.slots)[0] >= 0
+
+
 class Hasty(SlowDevice):
     """A device that does not wait where it is told to: what ``forgets`` says."""
 
@@ -416,10 +455,23 @@ def test_where_all_fit_nothing_is_placed() -> None:
 
 def test_a_budget_that_is_too_small_is_refused(device: SlowDevice) -> None:
     layer = moe()
-    with pytest.raises(ValueError, match=r"gpu_memory must hold what is not experts, 0.00 GiB, .* got 0.00 GiB"):
+    with pytest.raises(ValueError, match=r"gpu_memory must hold what is not experts, \d+ bytes, .* got 1000 bytes"):
         layer.place("auto", 1000)
     assert placed(layer) is None
     assert not device.limits
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2**20, 3 * 2**29 + 7, 50 * 2**30])
+def test_the_size_that_is_said_to_do_does(device: SlowDevice, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # as much room as outside of these tests
+    monkeypatch.setattr(placement, "accelerator_of", lambda _: device)
+    with pytest.raises(ValueError, match="gpu_memory must hold") as refused:
+        Placement("auto", 0).admit(taken, {})
+    size = re.search(r"give (\S+) or more", str(refused.value))
+    assert size is not None
+    Placement("auto", size[1]).admit(taken, {})
+    with pytest.raises(ValueError, match="gpu_memory must hold"):
+        Placement("auto", bytes_of(size[1]) - 2**21).admit(taken, {})
 
 
 def test_words() -> None:
@@ -443,6 +495,9 @@ def test_one_placement_for_one_model() -> None:
     layer.place(made)
     with pytest.raises(ValueError, match="a Placement must be new"):
         moe().place(made)
+    layer.unplace()
+    with pytest.raises(ValueError, match="a Placement must be new"):
+        moe().place(made)
     with pytest.raises(ValueError, match="gpu_memory belongs to the Placement"):
         moe().place(Placement("cpu"), "1GiB")
 
@@ -457,6 +512,154 @@ def test_nothing_is_left_behind(device: SlowDevice) -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
     assert not device.pinned
+    assert not device.early
+
+
+def moving(device: SlowDevice) -> PlacedExperts:
+    """A layer with experts on their way, whose copies have been given to a stream and come when they must."""
+    device.late = 10**9
+    layer = layer_of(numbers(), 3)
+    with torch.no_grad():
+        for ids in (*skewed(60), *skewed(60, shift=4)):
+            layer(torch.randn(1, H), ids, torch.rand(1, 3))
+    layer.placement.facts()
+    for move in layer.slots._moves:
+        move.future.result()
+    assert layer.residency.moving
+    assert device.busy(layer.placement.side)
+    return layer
+
+
+def test_what_is_on_its_way_comes_before_its_memory_goes(device: SlowDevice) -> None:
+    layer = moving(device)
+    layer.placement.close()
+    assert not device.busy(layer.placement.side)
+    layer = moving(device)
+    del layer
+    gc.collect()
+    assert not device.pinned
+    assert not device.early
+
+
+def test_what_failed_on_its_way_does_not_come_later(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move for which memory ran out leaves copies behind: none may come into what has the slots' memory next."""
+    layer, run = layer_of(numbers(bias=True), 3), device.copy
+    moves = 0
+
+    def failing(target: Tensor, source: Tensor, stream: Line | None = None) -> None:
+        nonlocal moves
+        if stream is not None:
+            moves += 1
+            if moves % 4 == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        run(target, source, stream)
+
+    monkeypatch.setattr(device, "copy", failing)
+    with torch.no_grad():
+        for ids in (*skewed(60), *skewed(60, shift=4)):
+            x, weights = torch.randn(1, H), torch.rand(1, 3)
+            assert_close(layer(x, ids, weights), exact(layer.stacks, x, ids, weights))
+    assert moves > 3
+    layer.placement.shrink(torch.OutOfMemoryError())
+    assert not device.busy(layer.placement.side)
+
+
+@pytest.mark.usefixtures("device")
+def test_while_all_is_still_other_threads_wait() -> None:
+    stacks = numbers()
+    layer, done = layer_of(stacks, 3), threading.Event()
+    x, ids, weights = drawn(1)
+
+    def call() -> None:
+        with torch.no_grad():
+            assert_close(layer(x, ids, weights), exact(stacks, x, ids, weights))
+        done.set()
+
+    thread = threading.Thread(target=call)
+    with layer.placement.still():
+        thread.start()
+        assert not done.wait(0.3)
+    thread.join(timeout=20)
+    assert done.is_set()
+
+
+def test_who_asks_for_facts_moves_nothing(device: SlowDevice) -> None:
+    """Another thread may, and its work would be on another stream than the calls."""
+    layer = layer_of(numbers(), 3)
+    with torch.no_grad():
+        for ids in skewed(40, shift=4):
+            layer(torch.randn(1, H), ids, torch.rand(1, 3))
+            moves, given = dict(layer.residency.moving), len(device.main.given)
+            found = layer.placement.facts()
+            assert (layer.residency.moving, len(device.main.given)) == (moves, given)
+    assert found["hits"] + found["misses"] == 40 * 3
+    assert layer.residency.moves > 0
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("bus", ["slow", "fast"])
+def test_a_default_device_changes_nothing(bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "rates_of", lambda _: SLOW_BUS if bus == "slow" else FAST_BUS)
+    stacks, drawings = numbers(), [drawn(1 + n % 2) for n in range(40)]
+    wanted = [exact(stacks, *each) for each in drawings]
+    with torch.device("meta"), torch.no_grad():
+        layer = layer_of(stacks, 3)
+        got = [layer(*each) for each in drawings]
+        rates.measure(layer.accelerator)
+    for have, want in zip(got, wanted, strict=True):
+        assert_close(have, want)
+
+
+@pytest.mark.parametrize("where", ["take", "fill"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_model_is_placed_as_a_whole_or_not_at_all(
+    device: SlowDevice, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = moe(), torch.randn(2, H)
+    with torch.no_grad():
+        want = layer(x)
+
+    def failing(*_: Any) -> None:
+        raise error("in the middle")
+
+    monkeypatch.setattr(Placement, where, failing)
+    with pytest.raises(error, match="in the middle"):
+        layer.place("cpu")
+    gc.collect()
+    assert placed(layer) is None
+    assert not device.pinned
+    assert device.limits[-1] is None
+    monkeypatch.undo()
+    with torch.no_grad():
+        for got, wanted in zip(layer(x), want, strict=True):
+            assert torch.equal(got, wanted)
+    layer.half()
+
+
+@pytest.mark.parametrize("words", ["cpu", "auto"])
+def test_a_limit_goes_with_its_model(device: SlowDevice, words: str) -> None:
+    layer = moe()
+    layer.place(words)
+    assert len(device.limits) == 1
+    del layer
+    gc.collect()
+    assert device.limits[-1] is None
+
+
+def test_a_limit_is_taken_back_by_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: said.append(part))
+    monkeypatch.setattr(Cuda, "_limits", {})
+    one, other = (Cuda(torch.device("cuda", 0)) for _ in range(2))
+    one.limit(50)
+    other.limit(200)
+    one.unlimit()
+    assert said == [0.5, 1.0]
+    other.limit(20)
+    other.unlimit()
+    other.unlimit()
+    assert said == [0.5, 1.0, 0.2, 1.0]
 
 
 def test_rates_are_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,46 +84,53 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _invariant(targets: list[tuple[str, str]], batches: int, seed: int, as_json: bool) -> None:
+def _invariant(targets: list[tuple[str, str]], batches: int, seed: int, processes: int, as_json: bool) -> None:
     """Compare the bits of rows in drawn batches with those of the same tokens alone."""
     targets = [target for target in targets if target[0] != backends.REFERENCE]
     if not targets:
         options.stop("--invariant", "plain torch gives a row other bits in another batch: choose another backend")
-    found: list[invariance.Comparison] = []
+    work = invariance.shares(targets, batches, seed, CASES)
+    found: list[invariance.Tally] = []
     with options.progress() as shown:
-        calls = list(invariance.comparisons(targets, batches, seed, CASES))
-        for number, call in enumerate(calls):
-            found.append(call())
-            shown(found[-1].case.id.ljust(24), number / len(calls))
-    differing = [one for one in found if not one.passed]
+        for tally in invariance.tallies(work, processes):
+            found.append(tally)
+            shown(tally.case.ljust(24), len(found) / len(work))
+    differing = [words for tally in found for words in tally.differing]
+    names = ("backend", "dtype", "op", "batches", "rows compared", "batches that differ")
+    rows = [*_counts(found, False), *_counts(found, True)]
     if as_json:
-        rows = _counts(found)
-        plain = [dict(zip(("backend", "op", "dtype", "batches", "differing"), row, strict=True)) for row in rows]
-        report = {"seed": seed, "versions": versions(), "batches": plain, "failures": [f.describe() for f in differing]}
+        keys = [name.replace(" ", "_") for name in names]
+        plain = [dict(zip(keys, row, strict=True)) for row in rows if row[2] != _ALL]
+        report = {"seed": seed, "versions": versions(), "batches": plain, "failures": differing}
         typer.echo(json.dumps(report, indent=2))
     else:
         console = Console()
-        table = titled("Batches of which a row's bits differ from the token alone")
-        for column in ("backend", "op", "dtype", "batches", "differing"):
+        table = titled("Rows of drawn batches, beside the same tokens alone")
+        for column in names:
             table.add_column(column, no_wrap=True)
-        for *names, count, wrong in _counts(found):
-            table.add_row(*map(str, names), str(count), f"[{'red' if wrong else 'green'}]{wrong}[/]")
+        for *row, wrong in rows:
+            table.add_row(*map(str, row), f"[{'red' if wrong else 'green'}]{wrong}[/]")
         console.print(table)
-        for one in differing[:_SHOWN]:
-            console.print(one.describe(), markup=False, style="red")
-        console.print(f"{len(found)} batches compared, {len(differing)} differ (seed {seed})")
+        for words in differing[:_SHOWN]:
+            console.print(words, markup=False, style="red")
+        every = sum(tally.batches for tally in found)
+        console.print(f"{every} batches compared, {len(differing)} differ (seed {seed})")
     if differing:
         raise typer.Exit(1)
 
 
-def _counts(found: list[invariance.Comparison]) -> list[tuple[Any, ...]]:
-    """Batches, and how many of them differ, by backend, op and element type."""
+#: stands in the table where an op's name does, for all of them
+_ALL = "all"
+
+
+def _counts(found: list[invariance.Tally], together: bool) -> list[tuple[Any, ...]]:
+    """Batches, rows and batches that differ, by backend, element type and op, or of all ops together."""
     counted: dict[tuple[str, str, str], list[int]] = {}
-    for one in found:
-        both = counted.setdefault((one.backend, one.case.op, name_of(one.dtype)), [0, 0])
-        both[0] += 1
-        both[1] += not one.passed
-    return [(*key, *both) for key, both in sorted(counted.items())]
+    for tally in found:
+        sums = counted.setdefault((tally.backend, tally.dtype, _ALL if together else tally.op), [0, 0, 0])
+        for i, more in enumerate((tally.batches, tally.rows, len(tally.differing))):
+            sums[i] += more
+    return [(*key, *sums) for key, sums in sorted(counted.items())]
 
 
 def check(
@@ -138,6 +145,9 @@ def check(
     batches: Annotated[
         int, typer.Option(min=1, help="With --invariant: batches for each backend and element type.")
     ] = 1000,
+    processes: Annotated[
+        int, typer.Option(min=1, help="With --invariant: so many at once; for a GPU, whose kernels are compiled first.")
+    ] = 1,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; default: a fresh one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
 ) -> None:
@@ -148,8 +158,10 @@ def check(
     config.cap_onednn()
     targets = _targets(_simulate(backend) if simulate else backend)
     seed = torch.seed() % 2**31 if seed is None else seed
+    if invariant and processes > 1 and simulate:
+        options.stop("--processes", "the simulator is one process")
     if invariant:
-        _invariant(targets, batches, seed, as_json)
+        _invariant(targets, batches, seed, processes, as_json)
         return
     calls = list(sweep(CASES, targets, seed))
     outcomes: list[Outcome] = []

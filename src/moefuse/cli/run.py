@@ -397,7 +397,7 @@ def _loaded(path: str, **how: Any) -> tuple[Any, Any]:
         try:
             model, tokenizer = load(path, **how)
         except ValueError as error:
-            options.stop("MODEL", str(error))
+            options.stop("--gpu-memory" if str(error).startswith("gpu_memory") else "MODEL", str(error))
     answer = hf.supports(model)
     if not answer:
         options.stop("MODEL", f"{answer.reason}; run it with transformers alone")

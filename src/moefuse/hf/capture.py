@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Step:
         return self._capture_step()
 
     def _capture_step(self) -> Tensor:
-        with nullcontext() if self.placement is None else self.placement.still():
+        with _uncollected(), nullcontext() if self.placement is None else self.placement.still():
             return self._captured()
 
     def _captured(self) -> Tensor:
@@ -204,6 +205,18 @@ class Step:
     def _go_to(self, position: Tensor, places: Tensor) -> None:
         self.cache.position.copy_(position)
         self.places.copy_(places)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: giving back what an earlier model had may wait for the GPU, which ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def capture(model: Any, batch: int | Iterable[int] = 1, max_length: int = 2048) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moefuse.hf.experts import known_activation
-from moefuse.hf.gguf_experts import BlockExperts, block_experts, in_blocks, refuse_to_save, tie_words
+from moefuse.hf.gguf_experts import BlockExperts, in_blocks, refuse_to_save, tie_words
 from moefuse.hf.gguf_models import ARCHITECTURES, Architecture, Keys, Made
 from moefuse.hf.gguf_tokenizer import read_tokenizer
 from moefuse.hf.place import place_model
@@ -94,9 +94,7 @@ def from_gguf(
         _fill(model, _Source(file, architecture, keys, bar), target, exact, dense=dequantize == "dense")
     model.save_pretrained = refuse_to_save
     if placement is not None:
-        for module in block_experts(model).values() if arrange else ():
-            interleave_(module)
-        place_model(model, placement, pin=arrange)
+        place_model(model, placement, mapped=True, arrange=arrange)
         return model.eval(), tokenizer
     if arrange and torch.device(device).type == "cpu":
         interleave_(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +16,43 @@ from moefuse.hf.gguf_experts import TENSORS, BlockExperts
 from moefuse.hf.support import on_interface
 from moefuse.nn.place import place, unplace
 from moefuse.nn.placement import Placement
+from moefuse.nn.quantized import interleave_
+from moefuse.types import Stacks
 
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
 
-def place_model(model: Any, placement: Placement, *, pin: bool = True) -> None:
-    """Put a model on the GPU, its experts where `moefuse.nn.Placement` says; ``pin``: they are in no mapped file."""
+def place_model(model: Any, placement: Placement, *, mapped: bool = False, arrange: bool = False) -> None:
+    """Put a model on the GPU, its experts where `moefuse.nn.Placement` says.
+
+    ``mapped``: their blocks are those of a mapped file; ``arrange`` copies those that stay in RAM out of it, into the
+    order that the CPU reads fastest.
+    """
     if "_moefuse_placement" in vars(model):
         raise ValueError("the experts of this model are placed already: call moefuse.hf.unpatch first")
-    found = {}
-    for path, module in on_interface(model):
+    modules = dict(on_interface(model))
+    for path, module in modules.items():
         _refuse(path, module)
-        activation = known_activation(module)
-        assert activation is not None  # or it was refused
-        found[path] = stacks_of(module), activation, TENSORS if isinstance(module, BlockExperts) else _PARAMETERS
-    if not found:
+    if not modules:
         raise ValueError(f"{type(model).__name__} has no experts to place: run it without experts= and gpu_memory=")
-    if placement.load is not None and (lacking := found.keys() - set(placement.load)):
+    if placement.load is not None and (lacking := modules.keys() - set(placement.load)):
         raise ValueError(f"placement: load must have every layer of experts, got none for {min(lacking)}")
-    place(model, found, placement, pin)
+
+    def found() -> dict[str, tuple[Stacks, Any, Sequence[str]]]:
+        return {
+            path: (
+                stacks_of(module),
+                known_activation(module),
+                TENSORS if isinstance(module, BlockExperts) else _PARAMETERS,
+            )
+            for path, module in modules.items()
+        }
+
+    def interleave() -> None:
+        for module in modules.values():
+            interleave_(module)
+
+    place(model, found, placement, pin=arrange or not mapped, prepare=interleave if arrange else None)
     model._moefuse_placement = placement
     if not placement.whole:
         run: Any = functools.partial(_forward, model)
@@ -46,6 +65,7 @@ def unplace_model(model: Any) -> None:
     placement = vars(model).pop("_moefuse_placement", None)
     if placement is not None:
         vars(model).pop("forward", None)
+        placement.close()
         unplace(model)
         model.to("cpu")
 

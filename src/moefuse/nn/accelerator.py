@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class Accelerator(Protocol):
     def wait(self, event: Any, stream: Any = None) -> None:
         """What this stream is given from now on waits for the event; the host does not."""
 
+    def finish(self, stream: Any = None) -> None:
+        """Let the host wait for all that this stream was given, or without one the whole device."""
+
     def copy(self, target: Tensor, source: Tensor, stream: Any = None) -> None:
         """Copy between the host and the device in the order of a stream; the host goes on at once."""
 
@@ -63,12 +66,18 @@ class Accelerator(Protocol):
     def used(self) -> int:
         """Bytes that tensors take."""
 
-    def limit(self, nbytes: int | None) -> None:
-        """Refuse this process more than so many bytes; None: as much as there is."""
+    def limit(self, nbytes: int) -> None:
+        """Refuse this process more than so many bytes."""
+
+    def unlimit(self) -> None:
+        """Undo `limit`, unless another accelerator has set one since."""
 
 
 class Cuda:
     """An NVIDIA GPU."""
+
+    #: by number of the GPU: who set its limit
+    _limits: ClassVar[dict[int, Cuda]] = {}
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -94,12 +103,18 @@ class Cuda:
     def wait(self, event: Any, stream: Any = None) -> None:
         self._stream(stream).wait_event(event)
 
+    def finish(self, stream: Any = None) -> None:
+        if stream is None:
+            torch.cuda.synchronize(self.device)
+        else:
+            stream.synchronize()
+
     def copy(self, target: Tensor, source: Tensor, stream: Any = None) -> None:
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pin(self, tensor: Tensor) -> bool:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -126,9 +141,15 @@ class Cuda:
     def used(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
-    def limit(self, nbytes: int | None) -> None:
+    def limit(self, nbytes: int) -> None:
         whole = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(nbytes / whole, 1.0), self.device)
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / whole, 1.0), self.device)
+        self._limits[self.device.index] = self
+
+    def unlimit(self) -> None:
+        if self._limits.get(self.device.index) is self:
+            del self._limits[self.device.index]
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 class Captured:

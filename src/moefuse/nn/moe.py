@@ -203,13 +203,16 @@ class MoE(BlockModule):
     def place(
         self, experts: str | Placement = "auto", gpu_memory: str | int | None = None, *, device: str = "cuda"
     ) -> Placement:
-        """Put the layer on a GPU and leave its experts in RAM, but for those that fit, see `Placement`."""
+        """Put the layer on a GPU and leave its experts in RAM, but for those that fit, see `Placement`.
+
+        In a ``load`` of a `Placement` its path is the empty string.
+        """
         placement = Placement.of(experts, gpu_memory, device)
         assert placement is not None
         if self.lora is not None:
             raise ValueError("MoE: experts with adapters cannot be placed: merge_lora first")
         self.unplace()
-        place(self, {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
+        place(self, lambda: {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
         return placement
 
     def unplace(self) -> None:

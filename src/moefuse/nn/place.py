@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,35 +16,50 @@ from moefuse.types import Activation, Stacks
 
 
 def place(
-    model: nn.Module, experts: Mapping[str, tuple[Stacks, Activation, Sequence[str]]], placement: Placement, pin: bool
+    model: nn.Module,
+    find: Callable[[], Mapping[str, tuple[Stacks, Activation, Sequence[str]]]],
+    placement: Placement,
+    pin: bool,
+    prepare: Callable[[], object] | None = None,
 ) -> None:
     """Put a model on the GPU, all but its experts, which are placed; where all fit, these too.
 
     Args:
-        experts: path of an experts' module -> what it computes with, and the names of its tensors.
+        find: gives, by the path of an experts' module, what it computes with, and the names of its tensors.
         pin: stacks may be locked into memory; those of a mapped file may not.
+        prepare: what experts need that stay in RAM; it may give them other memory.
     """
-    apart: dict[int, int] = {}
+    experts, apart = find(), dict[int, int]()
     for path, module in model.named_modules():
         own = {**module._parameters, **module._buffers}
         _, _, names = experts.get(path, (None, None, ()))
         apart |= {t.data_ptr(): t.nbytes for name, t in own.items() if t is not None and name not in names}
-    if placement.admit(sum(apart.values()), {path: stacks for path, (stacks, _, _) in experts.items()}):
+    whole = placement.admit(sum(apart.values()), {path: stacks for path, (stacks, _, _) in experts.items()})
+    weakref.finalize(model, placement.accelerator.unlimit).atexit = False
+    try:
+        if whole:
+            model.to(placement.device)
+            return
+        if prepare is not None:
+            prepare()
+            experts = find()
+        for path, (stacks, activation, names) in experts.items():
+            owner: Any = model.get_submodule(path)
+            owner._placed = placement.take(path, stacks, activation, pin)
+            owner._apply = functools.partial(_apply_around, owner, tuple(names))
+            owner._load_from_state_dict = _refuse_state
         model.to(placement.device)
-        return
-    for path, (stacks, activation, names) in experts.items():
-        owner: Any = model.get_submodule(path)
-        owner._placed = placement.take(path, stacks, activation, pin)
-        owner._apply = functools.partial(_apply_around, owner, tuple(names))
-        owner._load_from_state_dict = _refuse_state
-    model.to(placement.device)
-    placement.fill()
+        placement.fill()
+    except BaseException:  # an interrupt, too: a model is placed as a whole or not at all
+        placement.close()
+        unplace(model)
+        model.to("cpu")
+        raise
 
 
 def unplace(model: nn.Module) -> None:
     """Let the experts of a model be like its other parts again; nothing moves."""
-    placement = placement_of(model)
-    if placement is not None:
+    if (placement := placement_of(model)) is not None:
         placement.close()
     for module in model.modules():
         if vars(module).pop("_placed", None) is not None:

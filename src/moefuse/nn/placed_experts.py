@@ -65,7 +65,7 @@ class PlacedExperts:
         if self._asked is not None:
             ids, event = self._asked
             if event.query():
-                self._note(ids)
+                self.note(ids)
                 self._asked = None
         self.slots.settle(wait)
 
@@ -157,13 +157,9 @@ class PlacedExperts:
             owner.waited += arrived - started
             owner.computed += time.perf_counter() - arrived
             owner.calls += 1
-            owner.later(functools.partial(self._note_and_settle, staging.ids.clone()))
+            owner.later(self, staging.ids.clone())
 
-    def _note_and_settle(self, ids: Tensor) -> None:
-        self._note(ids)
-        self.settle()
-
-    def _note(self, ids: Tensor) -> None:
+    def note(self, ids: Tensor) -> None:
         """Experts that a call asked for, on the host."""
         if ids.numel() > 64:
             counts = torch.bincount(ids.flatten().clamp(-1, self.num_experts) + 1, minlength=self.num_experts + 2)

@@ -65,6 +65,8 @@ class Placement:
         self.experts, self.load = experts, load
         self.gpu_memory = None if gpu_memory is None else bytes_of(gpu_memory)
         self.accelerator: Accelerator = accelerator_of(device)
+        #: bytes, once a model has been admitted
+        self.budget = 0
         #: path of an experts' module -> its experts
         self.layers: weakref.WeakValueDictionary[str, PlacedExperts] = weakref.WeakValueDictionary()
         #: all experts fit, and lie on the GPU like anything else
@@ -79,7 +81,8 @@ class Placement:
         #: the stream of all copies that no step waits for
         self.side = self.accelerator.stream()
         self._mover: ThreadPoolExecutor | None = None
-        self._later: Callable[[], None] | None = None
+        #: whose call was the last, and what it asked for where that was not looked at
+        self._later: tuple[PlacedExperts, Tensor | None] | None = None
         self._still = 0
 
     @classmethod
@@ -90,8 +93,8 @@ class Placement:
         if isinstance(experts, Placement):
             if gpu_memory is not None:
                 raise ValueError("placement: gpu_memory belongs to the Placement that is given, got both")
-            if experts.layers or experts.whole:
-                raise ValueError("placement: a Placement must be new, got one that a model has")
+            if experts.budget:
+                raise ValueError("placement: a Placement must be new, got one that a model has or had")
             return experts
         if experts is None and gpu_memory is None:
             return None
@@ -113,18 +116,19 @@ class Placement:
 
         Raises ValueError where not even those fit.
         """
-        budget = self.accelerator.free()
-        if self.gpu_memory is not None and self.gpu_memory > budget:
-            _log.info("moefuse: gpu_memory is %s, and %s are free", gib(self.gpu_memory), gib(budget))
-        self.budget = budget if self.gpu_memory is None else min(self.gpu_memory, budget)
-        self.room = min(max(self.budget // _ROOM, LEAST_ROOM), _MOST_ROOM)
+        free = self.accelerator.free()
+        if self.gpu_memory is not None and self.gpu_memory > free:
+            _log.info("moefuse: gpu_memory is %s, and %s are free", gib(self.gpu_memory), gib(free))
+        budget = free if self.gpu_memory is None else min(self.gpu_memory, free)
+        self.room = min(max(budget // _ROOM, LEAST_ROOM), _MOST_ROOM)
         self.taken = taken = self.accelerator.used() + shared
-        if taken + self.room > self.budget:
+        if taken + self.room > budget:
             raise ValueError(
                 f"gpu_memory must hold what is not experts, {gib(taken)}, and room to work in, {gib(self.room)}: give "
-                f"{gib(budget_for(taken))} or more, got {gib(self.budget)}"
+                f"{-(-budget_for(taken) // 2**20)}MiB or more, got {gib(budget)}"
             )
-        self.accelerator.limit(self.budget)
+        self.budget = budget
+        self.accelerator.limit(budget)
         whole = sum(nbytes_of(tensor) for one in stacks.values() for tensor in tensors_of(one).values())
         self.whole = self.experts == "auto" and taken + whole + self.room <= self.budget
         return self.whole
@@ -171,43 +175,51 @@ class Placement:
 
     def close(self) -> None:
         """Nothing of it is left on the GPU."""
-        self._still, self._later = 1, None
+        with self.still():
+            for layer in list(self.layers.values()):
+                layer.set_slots(0)
+            self.staging.clear()
+            self._still += 1  # for good
         if self._mover is not None:
             self._mover.shutdown(wait=True)
-        for layer in list(self.layers.values()):
-            layer.set_slots(0)
-        self.staging.clear()
         self._mover = None
-        self.accelerator.limit(None)
+        self.accelerator.unlimit()
 
     # What layers share
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Within it nothing moves or streams; what was under way has come."""
-        self._still += 1
-        try:
-            self.catch_up()
-            for layer in list(self.layers.values()):
-                layer.settle(wait=True)
-            yield
-        finally:
-            self._still -= 1
+        """Within it nothing moves or streams, what was under way has come, and other threads' calls wait."""
+        with self.lock:
+            self._still += 1
+            try:
+                self.catch_up()
+                for layer in list(self.layers.values()):
+                    layer.settle(wait=True)
+                self.accelerator.finish(self.side)  # of what failed, too: its memory may be given back
+                yield
+            finally:
+                self._still -= 1
 
     @property
     def is_still(self) -> bool:
         return self._still > 0
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Do this when the GPU has been given its next work: no step waits for it then."""
+    def later(self, layer: PlacedExperts, ids: Tensor) -> None:
+        """Look at what a call asked for when the GPU has been given its next work: no step waits for it then."""
         self.catch_up()
-        self._later = work
+        self._later = layer, ids
 
-    def catch_up(self) -> None:
-        """Do what was left for later."""
-        work, self._later = self._later, None
-        if work is not None:
-            work()
+    def catch_up(self, settle: bool = True) -> None:
+        """Do what was left for later; ``settle``: on the stream of the calls, where what is due may move."""
+        if self._later is not None:
+            (layer, ids), self._later = self._later, None
+            if ids is not None:
+                layer.note(ids)
+            if settle:
+                layer.settle()
+            else:
+                self._later = layer, None
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the one thread that moves experts do this; not where all is still."""
@@ -224,7 +236,7 @@ class Placement:
     def facts(self) -> dict[str, Any]:
         """What lies where, and what happened, as plain data."""
         with self.lock:
-            self.catch_up()
+            self.catch_up(settle=False)
         layers = list(self.layers.values())
         hits, misses = (sum(getattr(layer.residency, name) for layer in layers) for name in ("hits", "misses"))
         return {
@@ -243,7 +255,7 @@ class Placement:
             "streamed_bytes": self.streamed_bytes,
             "seconds_waiting_for_gpu": self.waited,
             "seconds_on_cpu": self.computed,
-            "budget": getattr(self, "budget", None),
+            "budget": self.budget,
         }
 
     def __str__(self) -> str:
@@ -266,6 +278,8 @@ class Placement:
 
 def _unpin(accelerator: Accelerator, addresses: list[int], _: list[Tensor]) -> None:
     """The tensors are held until this has run."""
+    if addresses:
+        accelerator.finish()  # copies may still read them
     for address in addresses:
         accelerator.unpin(address)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -104,17 +105,20 @@ def _keep(kept: dict[str, Rates]) -> None:
     path = _file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({machine: dataclasses.asdict(rates) for machine, rates in kept.items()}, file, indent=1)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # an interrupt leaves nothing of it
+            draft = Path(folder) / path.name
+            plain = {machine: dataclasses.asdict(rates) for machine, rates in kept.items()}
+            draft.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+            draft.replace(path)
     except OSError as error:
         _log.info("moefuse: the rates of this machine are not kept: %s", error)
 
 
 def measure(accelerator: Accelerator) -> Rates:
     """The rates by a clock: each the best of three."""
+    ones, arange = (functools.partial(make, device="cpu") for make in (torch.ones, torch.arange))
     there = torch.empty(_COPIED, dtype=torch.uint8, device=accelerator.device)
-    locked, paged = accelerator.host(_COPIED).fill_(1), torch.ones(_COPIED, dtype=torch.uint8)
+    locked, paged = accelerator.host(_COPIED).fill_(1), ones(_COPIED, dtype=torch.uint8)
 
     def copies(source: torch.Tensor) -> None:
         event = accelerator.event()
@@ -123,17 +127,16 @@ def measure(accelerator: Accelerator) -> Rates:
         event.synchronize()
 
     bus = [_COPIED / _best(lambda source=source: copies(source)) for source in (locked, paged)]  # type: ignore[misc]
-    up, down = (QuantTensor(torch.ones(_E, *shape, dtype=torch.uint8), "Q4_K") for shape in _shapes())
+    up, down = (QuantTensor(ones(_E, *shape, dtype=torch.uint8), "Q4_K") for shape in _shapes())
     stacks: Any = {"gate_up": (up, up), "down": down}
     turn = iter(range(10**6))
 
     def reads() -> None:
         first = next(turn) * 8 % _E
-        experts(torch.ones(1, _H), torch.arange(first, first + 8)[None], torch.ones(1, 8), **stacks)
+        experts(ones(1, _H), arange(first, first + 8)[None], ones(1, 8), **stacks)
 
     def computes() -> None:
-        ids = torch.arange(_ROWS)[:, None] % 4 * torch.ones(1, 1, dtype=torch.int64)
-        experts(torch.ones(_ROWS, _H), ids, torch.ones(_ROWS, 1), **stacks)
+        experts(ones(_ROWS, _H), arange(_ROWS)[:, None] % 4, ones(_ROWS, 1), **stacks)
 
     with torch.no_grad(), torch.inference_mode(False):
         read = 8 * sum(a * b for a, b in (*_shapes(), _shapes()[0])) / _best(reads)

@@ -20,5 +20,9 @@ def bytes_of(text: str | int) -> int:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as messages have them."""
-    return f"{nbytes / 2**30:.2f} GiB"
+    """Bytes as messages have them.
+
+    >>> gib(1.5 * 2**30), gib(12)
+    ('1.50 GiB', '12 bytes')
+    """
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**20 or not nbytes else f"{nbytes:.0f} bytes"

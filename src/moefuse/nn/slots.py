@@ -36,6 +36,8 @@ class Slots:
     def __init__(self, placement: Placement, stacks: Stacks, residency: Residency) -> None:
         self.placement, self.accelerator, self.source = placement, placement.accelerator, stacks
         self._moves: list[_Move] = []
+        #: what the table says
+        self._published: list[int] = []
         self.fill(residency)
 
     def fill(self, residency: Residency) -> None:
@@ -60,44 +62,44 @@ class Slots:
 
     def settle(self, wait: bool) -> None:
         """Take in the moves that have come, and begin those that are due; ``wait``: let all come, and begin none."""
-        come = [self._take_in(move, wait) for move in list(self._moves)]
-        due = [] if wait or self.placement.is_still else self.residency.look()
-        for expert, slot in due:
+        begins = not (wait or self.placement.is_still)
+        for move in list(self._moves):
+            self._take_in(move, wait)
+        for expert, slot in self.residency.look() if begins else ():
             self.residency.begin(expert, slot)
-        if any(come) or due:
+        # Told by what is, not by what was done here: an interrupt may have come between.
+        if self._published != self.residency.slots:
             self._publish()
-        if due:
+        if begins and (due := self.residency.moving.keys() - {move.slot for move in self._moves}):
             after = self.accelerator.event()
             self.accelerator.record(after)
-            for expert, slot in due:
-                future = self.placement.submit(functools.partial(self._upload, slot, expert, after))
-                self._moves.append(_Move(slot, future))
+            for slot in due:
+                work = functools.partial(self._upload, slot, self.residency.moving[slot], after)
+                self._moves.append(_Move(slot, self.placement.submit(work)))
 
-    def _take_in(self, move: _Move, wait: bool) -> bool:
-        """Whether the expert of a move has come; from then on the slot is its own."""
+    def _take_in(self, move: _Move, wait: bool) -> None:
+        """If the expert of a move has come, the slot is its own from then on."""
         if not (wait or move.future.done()):
-            return False
-        error = move.future.exception()
-        if isinstance(error, torch.OutOfMemoryError):  # the slot stays empty until it is chosen again
+            return
+        if isinstance(move.future.exception(), torch.OutOfMemoryError):  # empty until it is chosen again
             self._moves.remove(move)
             self.residency.moving.pop(move.slot)
-            return False
+            return
         event = move.future.result()
         if wait:
             event.synchronize()
-        if not event.query():
-            return False
-        self.accelerator.wait(event)
-        self._moves.remove(move)
-        self.residency.finish(move.slot)
-        return True
+        if event.query():
+            self.accelerator.wait(event)
+            self._moves.remove(move)
+            self.residency.finish(move.slot)
 
     def _publish(self) -> None:
         """Let the calls from now on see what lies where."""
-        rows = torch.tensor(self.residency.table(), dtype=torch.int32)
+        rows = torch.tensor(self.residency.table(), dtype=torch.int32, device="cpu")
         memory = self.accelerator.host(rows.nbytes).view(torch.int32).view(rows.shape)
         memory.copy_(rows)
         self.accelerator.copy(self._table, memory)
+        self._published = list(self.residency.slots)
 
     def _bring(self, slot: int, expert: int, stream: Any = None) -> None:
         """Fill a slot, in the order of a stream."""

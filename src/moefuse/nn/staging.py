@@ -25,10 +25,10 @@ class CallMemory:
         self.ids, self.others = (part.view(torch.int32).view(T, top_k) for part in (ids, others))
         self.weights, self.rows = weights.view(torch.float32).view(T, top_k), rows.view(dtype).view(T, H)
         self.back = accelerator.host(T * H * 4).view(torch.float32).view(T, H)
-        self.zeros = torch.zeros(T, H)  # the sum of the CPU's experts is float32 like it
+        self.zeros = torch.zeros(T, H, device="cpu")  # the sum of the CPU's experts is float32 like it
         self.event = accelerator.event()
         # The GPU's sum and the CPU's as two experts of each token.
-        two = torch.arange(2 * T, dtype=torch.int32).view(T, 2)
+        two = torch.arange(2 * T, dtype=torch.int32, device="cpu").view(T, 2)
         self.inverse = (two % 2 * T + two // 2).flatten().to(accelerator.device)
         self.ones = torch.ones(T, 2, device=accelerator.device)
 

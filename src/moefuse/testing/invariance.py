@@ -4,16 +4,21 @@ Every token of a case is run alone, in plain memory and on one thread. Then batc
 order and how often, with rows of NaN and infinities between them, tensors that lie strangely in memory, another number
 of threads, with gradients or without. Each row of each result, and each gradient of what belongs to a token, must have
 the bits that it has alone. That covers every cut of tokens into batches: the pieces have the bits of the whole.
+
+The batches of a case belong together: they share its kernels, whose compilation is most of the time on a GPU, and its
+tokens' bits alone. Cases may be spread over processes.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -121,8 +126,8 @@ class Parted:
             found["y"] = own["y"].flatten(0, 1)
             if self.expert_major:
                 order = torch.randperm(found["y"].shape[0], generator=rng)
-                found["inverse"] = order.argsort().to(torch.int32).to(found["y"].device)
-                found["y"] = found["y"][order.to(found["y"].device)]
+                found["inverse"] = _sent(order.argsort().to(torch.int32), found["y"].device)
+                found["y"] = found["y"][_sent(order, found["y"].device)]
         return found
 
     def rows(self, results: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -155,24 +160,28 @@ class Draw:
         return f"{rows}{strange}{padded}, {self.threads} threads, {how}"
 
 
-def _draw(parted: Parted, differentiable: bool, most: int, rng: torch.Generator, threads: int) -> Draw:
+def _ways(parted: Parted) -> list[tuple[str, str]]:
+    """What may lie strangely in memory, and how."""
+    written = _WRITTEN if parted.op == "rope" else ()
+    return [
+        (name, form) for name in parted.own for form in (("columns", "offset") if name in written else _PLAIN_FORMS)
+    ]
+
+
+def _draw(subject: Subject, most: int, rng: torch.Generator, threads: int) -> Draw:
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=rng))
 
     few, size = number(0, 2), 1
     size = number(1, min(5, most)) if few == 0 else number(1, min(24, most)) if few == 1 else number(1, most)
-    tokens = tuple(torch.randint(parted.tokens, (size,), generator=rng).tolist())
+    tokens = tuple(torch.randint(subject.parted.tokens, (size,), generator=rng).tolist())
     hostile: tuple[int, ...] = ()
     if number(0, 1):
-        hostile = tuple(place for place in range(size) if number(0, 3) == 0)
-    strange = None
-    if number(0, 1):
-        names = list(parted.own)
-        name = names[number(0, len(names) - 1)]
-        forms = ("columns", "offset") if name in _WRITTEN and parted.op == "rope" else _PLAIN_FORMS
-        strange = name, forms[number(0, len(forms) - 1)]
-    padding = (number(0, 40), number(0, 40)) if parted.op == "attend" and number(0, 1) else (0, 0)
-    gradients = differentiable and number(0, 1) == 0
+        hostile = tuple((torch.randint(4, (size,), generator=rng) == 0).nonzero()[:, 0].tolist())
+    strange = subject.strange[number(0, len(subject.strange) - 1)] if number(0, 1) else None
+    padded = subject.parted.op == "attend" and number(0, 1)
+    padding = (number(0, 40), number(0, 40)) if padded else (0, 0)
+    gradients = subject.differentiable and number(0, 1) == 0
     return Draw(tokens, hostile, strange, number(1, threads), gradients, padding)
 
 
@@ -180,13 +189,16 @@ def _hostile(t: Tensor, places: tuple[int, ...], name: str, rng: torch.Generator
     """The batch with these rows replaced by what should never show elsewhere."""
     if not places:
         return t
-    t = t.clone()
-    for place in places:
-        if t.is_floating_point():
-            bad = (torch.nan, torch.inf, -torch.inf, 3e38 if t.dtype != torch.float16 else 6e4)
-            t[place] = bad[int(torch.randint(4, (), generator=rng))]
-        elif name == "ids":
-            t[place] = torch.randint(-2, 1100, t[place].shape, generator=rng).to(t)
+    t, where = t.clone(), _sent(torch.tensor(places), t.device)
+    shape = (len(places), *t.shape[1:])
+    if t.is_floating_point():
+        bad = torch.tensor((torch.nan, torch.inf, -torch.inf, 3e38 if t.dtype != torch.float16 else 6e4))
+        drawn = bad[torch.randint(4, (len(places),), generator=rng)].view(-1, *(1,) * (t.dim() - 1)).expand(shape)
+    elif name == "ids":
+        drawn = torch.randint(-2, 1100, shape, generator=rng)
+    else:
+        return t
+    t[where] = _sent(drawn.to(t.dtype), t.device)
     return t
 
 
@@ -227,11 +239,19 @@ class Subject:
         self.differentiable = case.gradients and keeps and set(needs) <= set(row.load().OPS)
         self._machine = _rows_apart if backend == "triton" and device in row.emulated() else nullcontext
         self._seed = seed
-        self._alone: dict[tuple[int, bool], dict[str, Tensor]] = {}
+        #: kernels are compiled anew for each: of who compiles, one for each case, by the seed
+        self.strange = _ways(self.parted)
+        if backend != "cpu":
+            drawn = torch.Generator().manual_seed(seed + sum(case.id.encode()))
+            self.strange = [self.strange[int(torch.randint(len(self.strange), (), generator=drawn))]]
+        self._given: dict[str, Tensor] = {}
+        #: name of a result -> its bits of each token alone; and which tokens were run, without gradients and with
+        self._bits: dict[str, Tensor] = {}
+        self._run: tuple[set[int], set[int]] = (set(), set())
 
     def run(self, draw: Draw, rng: torch.Generator) -> dict[str, Tensor]:
         """Results by token, and gradients of what is a token's own."""
-        index = torch.tensor(draw.tokens, device=self.device)
+        index = _sent(torch.tensor(draw.tokens), self.device)
         own = {name: t.index_select(0, index) for name, t in self.parted.own.items()}
         own = {name: _hostile(t, draw.hostile, name, rng) for name, t in own.items()}
         leaves = {}
@@ -265,36 +285,47 @@ class Subject:
 
     def _gradient(self, name: str, result: Tensor, draw: Draw) -> Tensor:
         """What comes back to each row of a result: the same wherever the token stands."""
-        drawn = torch.Generator().manual_seed(self._seed + len(name))
-        each = torch.randn((self.parted.tokens, *result.shape[1:]), generator=drawn)
-        given = each[list(draw.tokens)]
-        for place in draw.hostile:
-            given[place] = torch.nan
-        return given.to(result)
+        if name not in self._given:
+            drawn = torch.Generator().manual_seed(self._seed + len(name))
+            self._given[name] = torch.randn((self.parted.tokens, *result.shape[1:]), generator=drawn).to(result)
+        given = self._given[name][_sent(torch.tensor(draw.tokens), self.device)]
+        given[_sent(torch.tensor(draw.hostile, dtype=torch.int64), self.device)] = torch.nan
+        return given
 
-    def alone(self, token: int, gradients: bool) -> dict[str, Tensor]:
-        key = token, gradients
-        if key not in self._alone:
-            self._alone[key] = self.run(Draw((token,), gradients=gradients), torch.Generator())
-        return self._alone[key]
+    def _learn(self, tokens: Iterable[int], gradients: bool) -> None:
+        """Run tokens alone that were not yet, and keep their bits."""
+        for token in sorted(set(tokens) - self._run[gradients]):
+            found = self.run(Draw((token,), gradients=gradients), torch.Generator())
+            for name, row in found.items():
+                # With gradients or without, the result is one.
+                if name.startswith("gradient") == gradients:
+                    bits = _bits(row)
+                    known = self._bits.get(name)
+                    if known is None:
+                        known = self._bits[name] = bits.new_zeros((self.parted.tokens, bits.shape[1]))
+                    known[token] = bits[0]
+            self._run[gradients].add(token)
 
-    def compare(self, draw: Draw, rng: torch.Generator) -> dict[str, int]:
-        """Rows of each result that have other bits than alone; empty where all are the same."""
+    def compare(self, draw: Draw, rng: torch.Generator) -> tuple[dict[str, int], int]:
+        """Rows of each result that have other bits than alone, where there are any; and how many were compared."""
         got = self.run(draw, rng)
-        sound = [place for place in range(len(draw.tokens)) if place not in draw.hostile]
-        tokens = sorted({draw.tokens[place] for place in sound})
-        numbers = {token: number for number, token in enumerate(tokens)}
-        which = torch.tensor([numbers[draw.tokens[place]] for place in sound], device=self.device)
-        differing: dict[str, int] = {}
-        for name, result in got.items() if sound else ():
-            # With gradients or without, the result is one.
-            alone = [self.alone(token, name.startswith("gradient")).get(name) for token in tokens]
-            known = [_bits(row) for row in alone if row is not None]
-            rows = _bits(result[torch.tensor(sound, device=self.device)])
-            wrong = len(sound) if len(known) < len(tokens) else int((rows != torch.cat(known)[which]).any(1).sum())
-            if wrong:
-                differing[name] = wrong
-        return differing
+        sound = torch.ones(len(draw.tokens), dtype=torch.bool)
+        sound[list(draw.hostile)] = False
+        if not sound.any():
+            return {}, 0
+        places = sound.nonzero()[:, 0]
+        tokens = torch.tensor(draw.tokens)[places]
+        for gradients in (False, True)[: 1 + draw.gradients]:
+            self._learn(tokens.tolist(), gradients)
+        places, tokens = _sent(places, self.device), _sent(tokens, self.device)
+        wrong = {}
+        for name, result in got.items():
+            rows = _bits(result)[places]
+            known = self._bits.get(name, rows[:0, :0])
+            fits = known.shape[1] == rows.shape[1]
+            wrong[name] = (rows != known[tokens]).any(1).sum() if fits else places.new_tensor(len(places))
+        counted = torch.stack(list(wrong.values())).tolist()  # the one wait for the device
+        return {n: c for n, c in zip(wrong, counted, strict=True) if c}, len(places) * len(wrong)
 
 
 @contextmanager
@@ -322,6 +353,11 @@ def _rows_apart() -> Iterator[None]:
         builder.create_dot = whole
 
 
+def _sent(t: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on the device, without a wait for what runs there."""
+    return t.to(device, non_blocking=True)
+
+
 def _bits(t: Tensor) -> Tensor:
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
     return t.detach().contiguous().view(whole).reshape(t.shape[0], -1)
@@ -338,6 +374,8 @@ class Comparison:
     seed: int
     draw: Draw
     differing: dict[str, int]
+    #: rows of results that were compared
+    rows: int
 
     @property
     def passed(self) -> bool:
@@ -358,6 +396,82 @@ def cases_for(backend: str, device: str, cases: Iterable[Case] = CASES) -> list[
     return [case for case in given if case.op in _OWN and "no_token" not in case.name and case.name != "empty"]
 
 
+@dataclass(frozen=True)
+class Share:
+    """The batches of one case on one backend in one element type; ``most``: rows of a batch."""
+
+    case: Case
+    dtype: torch.dtype
+    backend: str
+    device: str
+    seed: int
+    batches: int
+    most: int
+    threads: int
+
+    def compare(self) -> Iterator[Comparison]:
+        subject = Subject(self.case, self.dtype, self.backend, self.device, self.seed)
+        first = self.seed * 100_003 + 997 * sum(self.case.id.encode())
+        for number in range(first, first + self.batches):
+            rng = torch.Generator().manual_seed(number)
+            draw = _draw(subject, self.most, rng, self.threads if self.device == "cpu" else 1)
+            known = self.case, self.dtype, self.backend, self.device, self.seed, draw
+            yield Comparison(*known, *subject.compare(draw, rng))
+
+    def tally(self, until: float | None = None) -> Tally:
+        """What becomes of them, up to a time of `time.monotonic`; a call that fails is a batch that differs."""
+        found = Tally(self.backend, name_of(self.dtype), self.case.op, self.case.id)
+        try:
+            for one in self.compare():
+                found.batches, found.rows = found.batches + 1, found.rows + one.rows
+                if not one.passed:
+                    found.differing.append(one.describe())
+                if until is not None and time.monotonic() > until:
+                    break
+        except Exception as error:
+            found.batches += 1
+            found.differing.append(f"{self.case.id}, {found.dtype}: {type(error).__name__}: {error}")
+        return found
+
+
+@dataclass
+class Tally:
+    """What became of a share."""
+
+    backend: str
+    dtype: str
+    op: str
+    case: str
+    batches: int = 0
+    rows: int = 0
+    differing: list[str] = field(default_factory=list)
+
+
+def shares(
+    targets: Iterable[tuple[str, str]],
+    batches: int,
+    seed: int,
+    cases: Iterable[Case] = CASES,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    most: int | None = None,
+) -> list[Share]:
+    """So many batches on each target in each element type, as many of each case or one more."""
+    cases = tuple(cases) if cases is not CASES else CASES
+    threads, found = max(2, torch.get_num_threads() + 2), list[Share]()
+    for backend, device in targets:
+        row = backends.find(backend)
+        slow = row is not None and device in row.emulated()
+        rows = most or (20 if slow else 130 if device == "cpu" else 1500)
+        for dtype in dtypes:
+            here = [case for case in cases_for(backend, device, cases) if dtype in dtypes_of(case, backend)]
+            order = torch.randperm(len(here), generator=torch.Generator().manual_seed(seed)).tolist()
+            for place, which in enumerate(order):
+                some = batches // len(here) + (place < batches % len(here))
+                if some:
+                    found.append(Share(here[which], dtype, backend, device, seed, some, rows, threads))
+    return found
+
+
 def comparisons(
     targets: Iterable[tuple[str, str]],
     batches: int,
@@ -365,26 +479,33 @@ def comparisons(
     cases: Iterable[Case] = CASES,
     dtypes: Iterable[torch.dtype] = DTYPES,
     most: int | None = None,
-) -> Iterator[Callable[[], Comparison]]:
-    """So many batches on each target in each element type, each as a call to make. ``most``: rows of a batch."""
-    cases = tuple(cases) if cases is not CASES else CASES
-    threads = max(2, torch.get_num_threads() + 2)
-    for backend, device in targets:
-        row = backends.find(backend)
-        slow = row is not None and device in row.emulated()
-        rows = most or (20 if slow else 130 if device == "cpu" else 1500)
-        for dtype in dtypes:
-            here = [case for case in cases_for(backend, device, cases) if dtype in dtypes_of(case, backend)]
-            if not here:
-                continue
-            order = torch.randperm(len(here), generator=torch.Generator().manual_seed(seed)).tolist()
-            subject = functools.cache(lambda i, h=here, t=dtype, b=backend, d=device: Subject(h[i], t, b, d, seed))
-            for number, which in zip(range(batches), itertools.cycle(order), strict=False):
-                yield lambda n=number, i=which, s=subject, m=rows: _one(s(i), seed, n, m, threads)  # type: ignore[misc]
+) -> Iterator[Comparison]:
+    """The batches of all shares, one after the other."""
+    for share in shares(targets, batches, seed, cases, dtypes, most):
+        yield from share.compare()
 
 
-def _one(subject: Subject, seed: int, number: int, most: int, threads: int) -> Comparison:
-    rng = torch.Generator().manual_seed(seed * 100_003 + number)
-    draw = _draw(subject.parted, subject.differentiable, most, rng, threads if subject.device == "cpu" else 1)
-    differing = subject.compare(draw, rng)
-    return Comparison(subject.case, subject.dtype, subject.backend, subject.device, seed, draw, differing)
+def tallies(work: Sequence[Share], processes: int = 1, until: float | None = None) -> Iterator[Tally]:
+    """Each share's, as they end; of those that are not done ``until`` then, what is."""
+    if processes == 1:
+        yield from (share.tally(until) for share in work)
+        return
+    # What compiles longest begins first.
+    ordered = sorted(work, key=lambda share: -len(share.case.specs) * share.dtype.itemsize)
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        fields = ("dtype", "backend", "device", "seed", "batches", "most", "threads")
+        sent = [(share.case.id, *(getattr(share, name) for name in fields), until) for share in ordered]
+        for future in as_completed([pool.submit(_tally, *each) for each in sent]):
+            yield future.result()
+
+
+def _tally(case: str, *share: Any) -> Tally:
+    """In a process of its own, where a case comes by its name."""
+    *known, until = share
+    found = next(each for each in (*CASES, *LARGE) if each.id == case)
+    if until is not None and time.monotonic() > until:
+        return Tally(known[1], name_of(known[0]), found.op, case)
+    return Share(found, *known).tally(until)

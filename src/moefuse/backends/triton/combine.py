@@ -58,7 +58,7 @@ def _combine_kernel(
     rows = tl.num_programs(0).to(tl.int64) * TOP_K
     if offsets_ptr is not None:
         rows = tl.load(offsets_ptr + E).to(tl.int64)
-    for j in range(TOP_K):
+    for j in tl.range(0, TOP_K, loop_unroll_factor=8):  # eight loads under way at once
         s = row * TOP_K + j
         weight = tl.load(weights_ptr + s).to(tl.float32)
         live = True
@@ -117,7 +117,7 @@ def _slot_sum_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(offsets_ptr + E)
     total = tl.zeros([BLOCK], tl.float32)
-    for j in range(TOP_K):
+    for j in tl.range(0, TOP_K, loop_unroll_factor=8):  # as above
         p = tl.load(inverse_ptr + t * TOP_K + j).to(tl.int64)
         live = p < count
         value = tl.load(y_ptr + p * N + n, mask=(n < N) & live, other=0.0).to(tl.float32)

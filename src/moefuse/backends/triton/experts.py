@@ -1,4 +1,4 @@
-"""experts on NVIDIA GPUs: two launches for few tokens, four and up for more."""
+"""experts on NVIDIA GPUs: two launches for few tokens (three if invariant), four and up for more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.backends.gated import Weights
+from moefuse.backends.triton import experts_few
 from moefuse.backends.triton.combine import slot_sum, weighted_sum
 from moefuse.backends.triton.experts_decode import experts_decode
 from moefuse.backends.triton.grouped_linear import product, rows_of, up_weights
@@ -29,6 +30,9 @@ def experts(
 ) -> None:
     if plan is None and decodes(x.shape[0]):
         experts_decode(x, ids, weights, stacks, activation, tail, outputs)
+        return
+    if plan is None and z is None and experts_few.takes(x, stacks):
+        experts_few.experts_few(x, ids, weights, stacks, activation, tail, outputs)
         return
     (T, top_k), (E, H, I) = ids.shape, stacks.down.shape
     given = None if plan is None else plan.offsets
@@ -68,7 +72,7 @@ def _down_by_columns(
     T, H = outputs.out.shape
     S, E, size = plan.assignments, plan.num_experts, hidden.element_size()
     tile = product_tile(S / E, size, False, hidden.device, weight.format)
-    width = slot_columns(S, H, size)
+    width = slot_columns(S, H, size, weight.data.nbytes)
     plain = tail.shared is None and tail.residual is None and tail.norm_weight is None
     summed = outputs.out if plain else None
     if width < H and summed is None:

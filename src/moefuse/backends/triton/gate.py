@@ -138,14 +138,17 @@ def _logits_kernel(
     stride_xt, stride_xh = x_strides
     stride_we, stride_wh = w_strides
     kind: tl.constexpr = tl.bfloat16 if x_ptr.dtype.element_ty == tl.bfloat16 else tl.float32
-    wait()
-    launch_dependents()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * PART + tl.arange(0, PART)
     h = tl.arange(0, BLOCK_H)
     rows = t.to(tl.int64)
     begin = tl.program_id(2) * steps * BLOCK_H  # the compiler must see that it is aligned
     end = tl.minimum(begin + steps * BLOCK_H, H)
+    if HAS_PDL and folded_ptr is None:
+        first = w_ptr + tl.minimum(e, E - 1).to(tl.int64) * stride_we + begin * stride_wh
+        prefetch_rows(first, (end - begin) * stride_wh, 4 * BLOCK_H)
+    wait()
+    launch_dependents()
     x_ptrs = x_ptr + rows[:, None] * stride_xt + (begin + h).to(tl.int64)[None, :] * stride_xh
     acc = tl.zeros([BLOCK_T, PART], tl.float32)
     for start in range(begin, end, BLOCK_H):
@@ -195,19 +198,24 @@ def _gate_route_kernel(
 ):
     """Add up a token's chunks in order, norm and route it and write its normed row. Grid: tokens."""
     stride_xt, stride_xh = x_strides
-    wait()
-    launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     T = tl.num_programs(0)
     BLOCK_E: tl.constexpr = RULE.block_e
     e = tl.arange(0, BLOCK_E)
     logits = tl.zeros([BLOCK_E], tl.float32)
-    for chunk in range(chunks):
-        logits += tl.load(logits_ptr + (row + T * chunk) * E + e, mask=e < E, other=float("-inf"))
     if norm_ptr is not None:
+        # Only logits are the launch's before this one: x was there before its programs let this one begin.
         h = tl.arange(0, BLOCK_H)
         x = tl.load(x_ptr + row * stride_xt + h.to(tl.int64) * stride_xh, mask=h < H, other=0.0).to(tl.float32)
         inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / H + eps)
+    wait()
+    launch_dependents()
+    for first in range(0, chunks, 8):  # eight loads under way, where each would wait for the sum of those before
+        for i in tl.static_range(8):
+            at = logits_ptr + (row + T * (first + i)) * E + e
+            logits += tl.load(at, mask=(e < E) & (first + i < chunks), other=0.0)
+    logits = tl.where(e < E, logits, float("-inf"))
+    if norm_ptr is not None:
         logits *= inverse_rms
         if normed_ptr is not None:
             x *= inverse_rms * tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)

@@ -106,8 +106,9 @@ def _scale_kernel(parts_ptr, ids_ptr, sums_ptr, S, E, BLOCK: tl.constexpr, STEP:
 
 
 def row_warps(rule: Rule) -> int:
-    """Slots times experts are held in registers: 64 of 1,024 would spill with fewer."""
-    return 4 if rule.block_e * rule.block_k <= 8192 else 16
+    """Slots times experts are held in registers: 64 of 1,024 would spill with fewer. One warp waits for no other."""
+    held = rule.block_e * rule.block_k
+    return 1 if held <= 2048 else 4 if held <= 8192 else 16
 
 
 def scale_gradient(parts: Tensor, ids: Tensor, per_expert_scale: Tensor) -> Tensor:

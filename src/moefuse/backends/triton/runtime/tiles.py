@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moefuse import backends
-from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability
+from moefuse.backends.triton.runtime.launch import INTERPRETED, block_of, capability, ceil_div
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ FEW_ROWS = 8
 MIXED = Tile(16, 32, 256, 4, 1)
 #: up to this many programs of the down matrix-vector product leave room on a card
 _DECODE_PROGRAMS = 600
+#: an invariant call's tile of few tokens, experts_few.py: rows of a weight are its ``n``, and ``m`` the fewest columns
+#: that Hopper's tensor cores take from Triton
+FEW_TILE = Tile(16, 64, 128, 4, 5)
 #: programs that fill a card with one each, about
 _SMALL_CARD = 128
 
@@ -163,7 +166,8 @@ def _one_product_tile(load: float, itemsize: int, gated: bool, device: torch.dev
     if INTERPRETED:
         return Tile(16, 256 if format else 32, 32, 4, 1)
     if format:
-        tile = Tile(16 if itemsize == 4 else 32, 64, 256, 4, 2)
+        # Products of float32 are written out: the more warps, the shorter, and the sooner compiled.
+        tile = Tile(16, 64, 256, 8, 2) if itemsize == 4 else Tile(32, 64, 256, 4, 2)
         return _with_fewer_stages(tile, itemsize, gated, device, format)
     engine = capability(device) >= (9, 0)
     tile = Tile(64, 64, 32, 4, 2) if itemsize == 4 else Tile(64, 64 if gated else 128, 64, 4, 4, engine)
@@ -294,11 +298,27 @@ def hopper_outer_tile() -> OuterTile:
     return OuterTile(128, 256, 64, 4)
 
 
+class RowsTile(NamedTuple):
+    """A tile of a pass over rows."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def derivatives_tile(I: int) -> RowsTile:
+    """Of the derivatives of activations: two rows a program, whose loads are all under way at once."""
+    return RowsTile(2, min(block_of(I), 1024), 4)
+
+
 #: bytes of slot rows held at once where a backward or a training forward sums over slots
 SLOT_BYTES = 80 << 20
 
 
-def slot_columns(S: int, H: int, itemsize: int, free: int = 0) -> int:
-    """How many of H columns of slot rows are made at a time; ``free``: bytes that were held before and are not now."""
+def slot_columns(S: int, H: int, itemsize: int, free: int) -> int:
+    """How many of H columns of slot rows are made at a time; ``free``: bytes that the step has for them anyway."""
     fit = max(SLOT_BYTES, free) // max(1, S * itemsize)
-    return H if fit >= H else max(256, fit // 256 * 256)
+    if fit >= H:
+        return H
+    chunks = ceil_div(H, max(256, fit // 256 * 256))
+    return ceil_div(ceil_div(H, chunks), 256) * 256
