@@ -38,8 +38,8 @@ def held_out_loss(model: Any, tokens: Tensor, length: int) -> float:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="A GGUF file, or the directory of a transformers model.")] = BOX,
-    text: Annotated[list[Path] | None, typer.Option(help="What to learn; the last tenth is held out.")] = None,
+    model: Annotated[Path, typer.Option(exists=True, help="A GGUF file, or a transformers model's directory.")] = BOX,
+    text: Annotated[list[Path] | None, typer.Option(exists=True, help="To learn; the last tenth is held out.")] = None,
     weights: Annotated[str, typer.Option(help="The format of experts that are in numbers.")] = "Q4_K",
     rank: Annotated[int, typer.Option(min=1)] = 8,
     steps: Annotated[int, typer.Option(min=1)] = 60,

@@ -96,6 +96,67 @@ def test_it_compiles_without_a_card(tmp_path: Path) -> None:
     compile_apart(_COMPILE, tmp_path)
 
 
+_PASSES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moefuse import Activation, Routing
+from moefuse.backends.triton import combine, experts_backward, gate_backward
+from moefuse.backends.triton.activations import ACTIVATIONS
+from moefuse.backends.triton.route import Rule, rule_numbers
+from moefuse.backends.triton.runtime.tiles import derivatives_tile
+
+def compiled(kernel, types, known, num_warps, num_stages=3):
+    names = [p.name for p in kernel.params]
+    types |= {n: types.get(n, "i32") for n in names if n not in known}
+    one = {(names.index(n), i): 1 for n, t in types.items() if isinstance(t, tuple) for i, u in enumerate(t) if u == 1}
+    signature = {n: "constexpr" if n in known else types[n] for n in names}
+    signature |= {n: tuple("constexpr" if u == 1 else u for u in t) for n, t in types.items() if type(t) is tuple}
+    whole = [(i,) for i, n in enumerate(names) if n not in known and (n.endswith("_ptr") or n in ("H", "E", "N"))]
+    whole += [(names.index(n), i) for n, t in types.items() if type(t) is tuple for i, u in enumerate(t) if u == "i32"]
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()} | one,
+                       {at: [["tt.divisibility", 16]] for at in whole})
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024, made.metadata.shared
+    assert "ld.local" not in made.asm["ptx"], kernel
+    print(kernel.__name__, made.metadata.shared, flush=True)
+    return made.asm["ptx"]
+
+for dtype, parts in (("bf16", 2), ("bf16", 3), ("fp16", 1)):
+    d = "*" + (dtype if parts > 1 else "fp32")
+    rows = dict(d_ptr=d, x_ptr="*" + dtype, sums_ptr="*fp32", x_strides=("i32", 1))
+    blocks, options = gate_backward._router_tile(True, 128, parts)
+    ptx = compiled(gate_backward._router_kernel, rows, dict(norm_ptr=None, BLOCKS=blocks, PARTS=parts), **options)
+    assert "wgmma.mma_async" in ptx
+    rows = dict(d_ptr=d, w_ptr="*" + dtype, out_ptr="*" + dtype, w_strides=("i32", 1), normed_strides=("i32", 1))
+    blocks, options = gate_backward._input_tile(True, parts)
+    ptx = compiled(gate_backward._input_kernel, rows, dict(d_normed_ptr=None, BLOCKS=blocks, PARTS=parts), **options)
+    assert "wgmma.mma_async" in ptx
+rule = Routing(8)
+numbers = ("fp32",) * len(rule_numbers(rule))
+types = dict.fromkeys(("grad_ptr", "raw_ptr", "scale_parts_ptr", "rms_ptr"), "*fp32")
+types |= dict.fromkeys(("x_ptr", "d_logits_ptr", "d_scaled_ptr"), "*bf16") | dict(ids_ptr="*i32")
+types |= dict(numbers=numbers, eps="fp32", x_strides=("i32", 1), strides=("i32", 1, "i32", 1))
+known = dict(logit_bias_ptr=None, scale_ptr=None, RULE=Rule.of(rule, 128), COLUMNS=2048, PARTS=2)
+compiled(gate_backward._gate_rows_kernel, types, known, 1)
+tile = derivatives_tile(768)
+types = dict.fromkeys(("g_ptr", "z_ptr", "d_ptr", "d_z_ptr", "hidden_ptr"), "*bf16")
+types |= dict(weights_ptr="*fp32", d_weights_ptr="*fp32", offsets_ptr="*i32", order_ptr="*i32", numbers=("fp32",) * 2)
+types |= dict(sizes=("i32",) * 4, strides=(1, "i32", "i32", 1, "i32", "i32"))
+known = dict(bias_ptr=None, ACT=ACTIVATIONS["silu"], GATED=True, BLOCK_E=128, ROWS=tile.rows, BLOCK_I=tile.columns)
+assert "ld.global.v4" in compiled(experts_backward._derivatives_kernel, types, known, tile.warps)
+types = dict(y_ptr="*bf16", weights_ptr="*fp32", inverse_ptr="*i32", offsets_ptr="*i32", out_ptr="*bf16")
+ptx = compiled(combine._slot_sum_kernel, types, dict(TOP_K=8, BLOCK=1024), 4)
+assert ptx.count("ld.global.v4") == 8, "eight rows' loads are under way at once"
+print("all", flush=True)
+"""
+
+
+def test_passes_of_a_backward_compile_without_a_card(tmp_path: Path) -> None:
+    compile_apart(_PASSES, tmp_path)
+
+
 # On a card
 
 

@@ -137,6 +137,11 @@ def test_what_is_refused() -> None:
             take("Q4_K", ["down"])
         with pytest.raises(TypeError, match="unexpected keyword argument 'rule'"):
             take("Q4_K", rule={"down": "Q6_K"})
+    with pytest.raises(ValueError, match=r"rules must each fit a stack such as model\..*\.down, got 'dwon'"):
+        quantize_(model, "Q8_0", {"down": "Q6_K", "dwon": "Q6_K"})
+    for take in (MoefuseConfig, functools.partial(quantize_, model)):
+        with pytest.raises(TypeError, match="exact must be a bool, got str"):
+            take("Q4_K", exact="no")
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         quantize_("model")
     dense = LlamaForCausalLM(
@@ -149,6 +154,13 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"experts\.gate_up must be a plain tensor, got one that has no memory"):
         quantize_(empty)
     assert not any(isinstance(module, BlockExperts) for module in model.modules()), "nothing was touched"
+
+
+def test_a_rule_that_fits_nothing_while_loading(tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    config = MoefuseConfig("Q8_0", rules={"dwon": "Q4_0"})
+    with pytest.raises(ValueError, match=r"rules must each fit a stack such as .*, got 'dwon'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
 
 
 def test_weights_that_no_block_holds(tmp_path: Path) -> None:

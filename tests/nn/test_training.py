@@ -90,6 +90,34 @@ def test_the_loss_reaches_the_router_and_only_it() -> None:
     assert made.gate_up.grad is None
 
 
+def test_compiled_steps_are_those_of_eager_training() -> None:
+    """Forward, losses and backward in one graph, for any number of tokens."""
+
+    def trained(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        made = block(router_training=RouterTraining(balance_loss=0.01, z_loss=0.001))
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return made(x, residual=x).square().mean() + auxiliary_loss(made)
+
+        step = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if compiled else loss_of
+        losses = []
+        for T in (20, 33, 20, 33):
+            optimizer.zero_grad()
+            loss = step(torch.randn(T, 32, generator=torch.Generator().manual_seed(T)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert losses[-1] < losses[1]
+        return [*losses, *made.parameters()]
+
+    torch.compiler.reset()
+    for found, want in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
+    torch.compiler.reset()
+
+
 def test_expert_dropout_drops_and_jitter_moves() -> None:
     made = block(router_training=RouterTraining(expert_dropout=0.9))
     stats = RoutingStats.attach(made)[""]

@@ -40,6 +40,12 @@ class Recipe:
             except (re.error, TypeError) as error:
                 raise ValueError(f"quantize_: rules must have regular expressions, got {pattern!r}: {error}") from None
 
+    def must_fit(self, paths: list[str]) -> None:
+        """A rule that fits none of the stacks is a mistake of spelling."""
+        for pattern in self.rules:
+            if not any(re.search(pattern, path) for path in paths):
+                raise ValueError(f"quantize_: rules must each fit a stack such as {paths[-1]}, got {pattern!r}")
+
     def asked(self, path: str) -> str | None:
         """The format that the stack at a path is to have."""
         fitting = [name for pattern, name in self.rules.items() if re.search(pattern, path)]

@@ -18,7 +18,7 @@ from moefuse.hf.packing import Recipe, encode, in_our_layout, laid_out, names_of
 from moefuse.hf.patch import patch, unpatch
 from moefuse.hf.quantizer import experts_of, mark
 from moefuse.quant.tensor import QuantTensor
-from moefuse.types import name_of
+from moefuse.types import check_flag, name_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def quantize_(
         model: any family on transformers' experts interface; another is refused by name, with the reason.
         format: as in `moefuse.quantize`.
         rules: exceptions: a regular expression that is searched in a stack's path, as in
-            ``model.layers.3.mlp.experts.down`` -> its format, or None to leave it alone. The last that fits wins.
+            ``model.layers.3.mlp.experts.down`` -> its format, or None to leave it alone. The last that fits wins;
+            one that fits no stack is an error.
         exact: keep activations unrounded in products with blocks, see `moefuse.QuantTensor`.
         progress: show a bar on the terminal.
 
@@ -103,7 +104,10 @@ def quantize_(
         raise TypeError(f"quantize_: model must be a torch module, got {type(model).__name__}")
     if hasattr(model, "_moefuse_steps"):
         raise ValueError("quantize_: a captured model keeps the weights it was captured with: uncapture it first")
+    check_flag("quantize_", "exact", exact)
+    check_flag("quantize_", "progress", progress)
     recipe, found = Recipe(format, rules), experts_of(model)
+    recipe.must_fit([f"{path}.{name}" for path, module in found for name in _stacks(module)])
     for path, module in found:
         _check(path, module, recipe)
     patched = any("_moefuse" in vars(module) for module in model.modules())

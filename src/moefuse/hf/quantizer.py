@@ -49,7 +49,7 @@ from moefuse.hf.support import on_interface, supports
 from moefuse.nn.quantized import QuantModule, specs_from_bytes, specs_in_bytes
 from moefuse.quant.formats import format_of
 from moefuse.quant.tensor import format_in, wrap
-from moefuse.types import Weight
+from moefuse.types import Weight, check_flag
 
 _log: Any = logging.get_logger(__name__)
 # Bytes that arrive before the pages of their files are given back, and Linux's number for that.
@@ -86,6 +86,7 @@ class MoefuseConfig(QuantizationConfigMixin):
         quant_method: str = NAME,  # noqa: ARG002  # transformers gives what it found in a saved configuration
     ) -> None:
         self.quant_method: Any = NAME  # transformers has an enumeration of its own
+        check_flag("MoefuseConfig", "exact", exact)
         if not modules:
             Recipe(format, rules)  # what cannot be is refused before anything is read
         self.format, self.rules, self.exact = format, dict(rules or {}), exact
@@ -222,8 +223,9 @@ class MoefuseQuantizer(HfQuantizer):
             for path, specs in config.modules.items():
                 _await_saved(model, path, specs, files)
             return
-        recipe = Recipe(config.format, config.rules)
-        for path, stock in experts_of(model):
+        recipe, found = Recipe(config.format, config.rules), experts_of(model)
+        recipe.must_fit([f"{path}.{name}" for path, stock in found for name in shapes_of(stock) if "bias" not in name])
+        for path, stock in found:
             _await_numbers(model, path, stock, recipe, config.exact, files)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:

@@ -42,6 +42,10 @@ class Parts(NamedTuple):
             return cls(1, torch.float32)
         return cls(2 if all(t is None or t.element_size() == 2 for t in results) else 3, torch.bfloat16)
 
+    def beside(self, t: Tensor) -> int:
+        """How many are multiplied with the numbers of t one by one; beside other types they are added up first."""
+        return self.number if self.dtype == t.dtype else 1
+
 
 #: from this many tokens on tiles are large
 _MANY_TOKENS = 2048
@@ -189,21 +193,21 @@ def _norm_backward_kernel(d_ptr, x_ptr, norm_ptr, rms_ptr, out_ptr, H, x_strides
     tl.store(out_ptr + t * H + h, d_x.to(out_ptr.dtype.element_ty), mask)
 
 
-def _router_tile(many: bool, E: int, in_parts: bool) -> tuple[Blocks, dict[str, int]]:
+def _router_tile(many: bool, E: int, parts: int) -> tuple[Blocks, dict[str, int]]:
     """The tile of the router's gradient; float32 on tensor cores takes more room."""
     if not many:
         return Blocks(32, 32, 64), {"num_warps": 4}
     e = 128 if E > 64 else 64
-    if in_parts:
-        return Blocks(64, e, 256), {"num_warps": 8, "num_stages": 3}
+    if parts > 1:
+        return Blocks(64, e, 256), {"num_warps": 8, "num_stages": 3 if parts == 2 else 2}
     return Blocks(32, e, 64), {"num_warps": 4}
 
 
-def _input_tile(many: bool, in_parts: bool) -> tuple[Blocks, dict[str, int]]:
+def _input_tile(many: bool, parts: int) -> tuple[Blocks, dict[str, int]]:
     """Likewise of the gradient of x."""
     if not many:
         return Blocks(32, 32, 64), {"num_warps": 4}
-    if in_parts:
+    if parts > 1:
         return Blocks(128, 64, 128), {"num_warps": 8, "num_stages": 2}
     return Blocks(64, 32, 128), {"num_warps": 4}
 
@@ -250,7 +254,7 @@ def gate_backward(
         chunks = max(1, min(16, ceil_div(T, 256 if many else 512)))
         length = ceil_div(ceil_div(T, chunks), 64) * 64
         sums = torch.empty((chunks, E, H), **f32)
-        blocks, options = _router_tile(many, E, parts.dtype == x.dtype and x.element_size() == 2)
+        blocks, options = _router_tile(many, E, parts.beside(x))
         grid = ceil_div(E, blocks.e), ceil_div(H, blocks.h), chunks
         given = d_scaled, x, norm_weight, sums
         launch(_router_kernel, grid, *given, T, H, E, length, x.stride(), BLOCKS=blocks, PARTS=parts.number, **options)
@@ -258,7 +262,7 @@ def gate_backward(
     if want_x:
         d = torch.empty((T, H), dtype=x.dtype if norm_weight is None else torch.float32, device=x.device)
         strides = weight.stride(), (0, 0) if d_normed is None else d_normed.stride()
-        blocks, options = _input_tile(many, parts.dtype == weight.dtype and weight.element_size() == 2)
+        blocks, options = _input_tile(many, parts.beside(weight))
         tensors, tiles = (d_logits, weight, d_normed, d), (ceil_div(T, blocks.t), ceil_div(H, blocks.h))
         launch(_input_kernel, tiles, *tensors, T, H, E, *strides, BLOCKS=blocks, PARTS=parts.number, **options)
         d_x = d
