@@ -212,6 +212,7 @@ def test_a_text_after_one_that_was_interrupted(
             model.generate(x, max_new_tokens=60, **PLAIN)
         assert torch.equal(model.generate(x, max_new_tokens=60, **PLAIN), want)
     hf.unpatch(model)
+    assert not vars(model).keys() & {"_moefuse_steps", "_moefuse_placement", "forward", "generate"}
     assert not device.pinned
     assert not device.busy(*device.lines - {device.main})
 
@@ -400,11 +401,10 @@ def test_a_run_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path, kind
         )
 
     def behind() -> list[str]:
-        files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if path not in (file, *file.parents)}
-        return sorted(files | set(os.listdir("/dev/shm")))
+        return sorted(str(file) for file in tmp_path.rglob("*") if path not in (file, *file.parents))
 
     def finished() -> str:
-        process = begun(20)
+        process = begun(10)  # before anything moves, which changes bits
         said, complaints = process.communicate(timeout=120)
         assert process.returncode == 0, complaints
         assert "of each in slots" in said
@@ -412,14 +412,14 @@ def test_a_run_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path, kind
         return said.split("moefuse: prefill")[0]
 
     text, files = finished(), behind()
-    assert "cache/rates.json" in files
+    assert str(cache / "rates.json") in files
     for signum in (signal.SIGKILL, signal.SIGINT):
         process = begun(50_000)
         assert process.stdout is not None
         assert process.stdout.read(4)  # the answer has begun
         process.send_signal(signum)
-        _, complaints = process.communicate(timeout=20)
-        assert process.returncode != 0
+        _, complaints = process.communicate(timeout=60)
+        assert process.returncode == (-signum if signum == signal.SIGKILL else 130), complaints
         assert "Traceback" not in complaints
         assert not session(process.pid)
         assert behind() == files

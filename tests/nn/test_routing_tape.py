@@ -194,6 +194,11 @@ def test_ids_take_a_byte_or_two(tmp_path: Path) -> None:
         assert torch.equal(tape.ids("layer"), torch.where((ids < 0) | (ids >= experts), experts, ids).int())
         tape.save(tmp_path / "tape")
         assert (tmp_path / "tape").stat().st_size < 4000 * 8 * size + 2000
+    whole = RoutingTape()
+    whole.add("layer", torch.randint(256, (4000, 8)), 256)
+    whole.save(tmp_path / "tape")
+    assert (tmp_path / "tape").stat().st_size < 4000 * 8 + 2000, "no id is over 255"
+    assert RoutingTape.load(tmp_path / "tape") == whole
 
 
 def test_files_that_are_no_tape_are_refused(tmp_path: Path) -> None:

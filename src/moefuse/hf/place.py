@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moefuse.hf.cache import StepCache
+from moefuse.hf.capture import uncapture
 from moefuse.hf.experts import known_activation, stacks_of
 from moefuse.hf.gguf_experts import TENSORS, BlockExperts
 from moefuse.hf.support import on_interface
@@ -61,10 +62,11 @@ def place_model(model: Any, placement: Placement, *, mapped: bool = False, arran
 
 
 def unplace_model(model: Any) -> None:
-    """Undo `place_model`: the model is on the CPU again."""
+    """Undo `place_model`: the model is on the CPU again, and no step that was captured with its slots is left."""
     placement = vars(model).pop("_moefuse_placement", None)
     if placement is not None:
         vars(model).pop("forward", None)
+        uncapture(model)
         placement.close()
         unplace(model)
         model.to("cpu")

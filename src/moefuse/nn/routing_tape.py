@@ -385,7 +385,8 @@ class RoutingTape:
         return turned
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tape to a file of plain arrays (NumPy's ``.npz``): a byte for each id, two from 256 experts on."""
+        """Write the tape to a file of plain arrays (NumPy's ``.npz``): a byte for each id of a layer that has none over
+        255, two otherwise."""
         layers = [
             {"name": name, "num_experts": track.num_experts, "lengths": track.lengths}
             for name, track in self._tracks.items()
@@ -393,7 +394,8 @@ class RoutingTape:
         about = json.dumps({"moefuse routing tape": _FORMAT, "weights": self._with_weights, "layers": layers})
         arrays = {"about": numpy.frombuffer(about.encode(), dtype=numpy.uint8)}
         for number, track in enumerate(self._tracks.values()):
-            arrays[f"ids_{number}"] = track.ids.numpy()
+            fits = track.tokens == 0 or int(track.ids.max()) < 256
+            arrays[f"ids_{number}"] = track.ids.to(torch.uint8 if fits else torch.int16).numpy()
             if track.weights is not None:
                 arrays[f"weights_{number}"] = track.weights.numpy()
         with open(path, "wb") as file:  # as it is named, with no ending put behind it
@@ -403,6 +405,9 @@ class RoutingTape:
     def load(cls, path: str | os.PathLike[str]) -> RoutingTape:
         """A tape that `save` wrote. Nothing in the file is run; one that is no tape raises ValueError."""
         try:
+            with open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):
+                    raise ValueError("it must be an archive of arrays, as save writes it")
             with numpy.load(path, allow_pickle=False) as arrays:
                 about = json.loads(bytes(arrays["about"]))
                 if about["moefuse routing tape"] != _FORMAT:

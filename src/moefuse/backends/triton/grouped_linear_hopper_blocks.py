@@ -362,13 +362,14 @@ def _strip(
     state,
     rings,
     known,
+    source,
     PARTS: gl.constexpr,
     FORM: gl.constexpr,
     DECODE: gl.constexpr,
     WARPGROUP: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """PARTS times 64 values of the i-th strip of 256, multiplied."""
+    """PARTS times 64 values of the i-th strip of 256, multiplied; and the next strip's scales, the last one's again."""
     acc, tail_acc, stage, phase, slot, slot_phase = state
     tokens, codes = rings
     x_ring, tail_ring, full, empty = tokens
@@ -392,9 +393,16 @@ def _strip(
             slot, slot_phase = advance(slot, slot_phase, SLOTS)
         numbers = _decode(words, more, known, part, 64 * (part % BOX_STAGES), x_ring.dtype, DECODE)
         w = gl.convert_layout(numbers, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
-        mbarrier.wait(full.index(stage), phase)
-        if FORM.gather:  # threads wrote the rows, tensor cores read them
-            fence_async_shared()
+        if part % 2 == 0:
+            mbarrier.wait(full.index(stage), phase)
+            if part + 1 < PARTS:
+                second, second_phase = advance(stage, phase, STAGES)
+                mbarrier.wait(full.index(second), second_phase)
+            if FORM.gather:  # threads wrote the rows, tensor cores read them
+                fence_async_shared()
+        if part == 0:  # a fence waits for loads that are under way: these have two stages until the next
+            ptrs, row, matrix_rows = source
+            scales = _bring_scales(ptrs, row, matrix_rows, gl.minimum(i + 1, (FORM.k - 1) // 256), FORM.k, DECODE)
         x = x_ring.index(stage)
         going = (i > 0) if part == 0 else True
         if TAIL:
@@ -414,7 +422,7 @@ def _strip(
         else:
             mbarrier.arrive(empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
-    return acc, tail_acc, stage, phase, slot, slot_phase
+    return (acc, tail_acc, stage, phase, slot, slot_phase), scales
 
 
 @gluon.jit
@@ -448,15 +456,15 @@ def _multiply(
     if TAIL:
         tail_acc = gl.zeros([64, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
     ptrs, row = _own_rows(w_ptrs, expert, column, blocks_at, FORM.gated)
+    source = (ptrs, row, matrix_rows)
     state = (acc, tail_acc, stage, phase, slot, slot_phase)
     for i in range(STRIPS):
         now = _taken_apart(scales, DECODE)
-        # The last strip's are read again where there is none behind it.
-        scales = _bring_scales(ptrs, row, matrix_rows, gl.minimum(i + 1, (K - 1) // 256), K, DECODE)
-        state = _strip(i, state, rings, now, 4, FORM, DECODE, WARPGROUP, SHAPE)
+        state, scales = _strip(i, state, rings, now, source, 4, FORM, DECODE, WARPGROUP, SHAPE)
     if REST > 0:
         now = _taken_apart(scales, DECODE)
-        state = _strip(gl.to_tensor(STRIPS), state, rings, now, REST, FORM, DECODE, WARPGROUP, SHAPE)
+        last = gl.to_tensor(STRIPS)
+        state, scales = _strip(last, state, rings, now, source, REST, FORM, DECODE, WARPGROUP, SHAPE)
     acc, tail_acc, stage, phase, slot, slot_phase = state
     tokens, _ = rings
     _, _, _, empty = tokens
