@@ -213,9 +213,10 @@ from moefuse.backends.triton.activations import ACTIVATIONS
 from moefuse.backends.triton.formats.blocks import DECODERS
 from moefuse.backends.triton.formats.numbers import box_bytes
 from moefuse.backends.triton.formats.blocks import base_bits, high_bits
-from moefuse.backends.triton.grouped_linear_hopper import Form, _swap_ab_kernel
+from moefuse.backends.triton.grouped_linear_hopper import _swap_ab_kernel
 from moefuse.backends.triton.grouped_linear_hopper_blocks import _swap_ab_blocks_kernel
 from moefuse.backends.triton.grouped_linear_hopper_transposed import _turned_kernel
+from moefuse.backends.triton.hopper import Form
 from moefuse.backends.triton.runtime.tiles import SWAP_AB_RINGS, SWAP_AB_STAGES
 
 def desc(dtype, *block, bits=16):

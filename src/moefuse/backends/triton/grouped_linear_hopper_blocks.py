@@ -1,10 +1,10 @@
 """The grouped product on Hopper with weights in blocks: they become numbers in the registers that tensor cores read.
 
-Turned like grouped_linear_hopper.py's, with 128 weight rows and up to WIDTH + 32 tokens to a tile, and as persistent. A
-multiplying warpgroup has 64 of the rows: it reads their codes from shared memory, where the copy engine brings them 64
-bytes of a row at a time, each thread those of the two rows whose products it computes, and while one product of 64
-values is under way it decodes the next. Numbers of weights never lie in memory. One partition brings codes and another
-one tokens, each in a ring of its own and as far ahead as that goes.
+Tiles and their schedule are hopper.py's. A multiplying warpgroup has 64 of a tile's weight rows: it reads their codes
+from shared memory, where the copy engine brings them 64 bytes of a row at a time, each thread those of the two rows
+whose products it computes, and while one product of 64 values is under way it decodes the next. Numbers of weights
+never lie in memory. One partition brings codes and another one tokens, each in a ring of its own and as far ahead as
+that goes.
 
 ``full[stage]`` and ``empty[stage]`` are of tokens, 64 values to a stage; ``raw_full[slot]`` and ``raw_empty[slot]`` of
 codes. A ring is emptied by both warpgroups.
@@ -38,7 +38,7 @@ from moefuse.backends.triton.formats.blocks import (
     strip_runs,
 )
 from moefuse.backends.triton.formats.numbers import factors, number_pairs, pair_codes
-from moefuse.backends.triton.grouped_linear_hopper import (
+from moefuse.backends.triton.hopper import (
     BLOCK_K,
     TAIL_ROWS,
     Form,

@@ -1,9 +1,9 @@
 """The grouped product on Hopper with weights in FP8: tensor cores multiply codes by codes, and scales come afterwards.
 
-Turned like grouped_linear_hopper.py's, with 128 weight rows and up to WIDTH + 32 tokens to a tile, and as persistent.
-Activations are rounded to e4m3 in a launch of their own, with a scale for each token and 128 columns, in the order of
-the plan, so that the copy engine brings all operands. A stage holds 128 values of K, for which a weight row has one
-scale too: their products are summed by themselves, and that sum times both scales is added to the result, in float32.
+Tiles and their schedule are hopper.py's. Activations are rounded to e4m3 in a launch of their own, with a scale for
+each token and 128 columns, in the order of the plan, so that the copy engine brings all operands. A stage holds 128
+values of K, for which a weight row has one scale too: their products are summed by themselves, and that sum times both
+scales is added to the result, in float32.
 
 ``full[stage]`` completes with the bytes of the copy engine and an arrival of each thread that copies scales,
 ``empty[stage]`` with one of each multiplying warpgroup.
@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefuse import backends
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.grouped_linear_hopper import (
+from moefuse.backends.triton.hopper import (
     TAIL_ROWS,
     advance,
     described,

@@ -27,24 +27,21 @@ from moefuse.backends.triton.formats.blocks import (
     strip_bytes_of,
     strip_runs,
 )
-from moefuse.backends.triton.grouped_linear_hopper import (
+from moefuse.backends.triton.formats.boxes import decode, rows_of_plane, rows_of_strips, taken_apart
+from moefuse.backends.triton.grouped_linear_hopper import consume
+from moefuse.backends.triton.hopper import (
     BLOCK_K,
     TAIL_ROWS,
     Form,
     advance,
     bring_tokens,
-    consume,
-    decode,
     described,
     is_hopper,
     keep_places,
     load_tile,
     reinterpret,
-    rows_of_plane,
-    rows_of_strips,
     shared_layout,
     span,
-    taken_apart,
     tile_of,
     visits_of,
 )

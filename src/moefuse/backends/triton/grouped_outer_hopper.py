@@ -29,14 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moefuse.backends.triton.grouped_linear_hopper import (
-    advance,
-    before,
-    is_hopper,
-    load_rows,
-    load_tile,
-    shared_layout,
-)
+from moefuse.backends.triton.hopper import advance, before, is_hopper, load_rows, load_tile, shared_layout
 from moefuse.backends.triton.runtime.launch import begins_aligned, ceil_div, describe, launch
 from moefuse.backends.triton.runtime.tiles import OUTER_ROWS, OuterTile, hopper_outer_tile
 from moefuse.types import Plan
