@@ -384,6 +384,26 @@ def test_without_memory_there_are_fewer_slots_once(
             layer(x, ids, weights)
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("at", ["stacks_like", "Slots._bring"])
+def test_without_memory_for_half_of_the_slots_there_are_none(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call fails, and calls after it are right: no table names a slot that was never filled."""
+    stacks = numbers()
+    layer = layer_of(stacks, 6)
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as without:
+        without.setattr(f"moefuse.nn.slots.{at}", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.placement.shrink(torch.OutOfMemoryError())
+    with torch.no_grad():
+        for ids in skewed(40):
+            x, weights = torch.randn(1, H), torch.rand(1, 3)
+            assert_close(layer(x, ids, weights), exact(stacks, x, ids, weights))
+
+
 def moe(**options: Any) -> MoE:
     return MoE(
         H, I, E, Routing(top_k=3), bias=True, shared_intermediate=48, norm=True, next_norm=True, **options

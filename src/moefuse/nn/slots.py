@@ -38,21 +38,28 @@ class Slots:
         self._moves: list[_Move] = []
         #: what the table says
         self._published: list[int] = []
+        with torch.inference_mode(False):
+            columns, device = residency.experts + 2, self.accelerator.device
+            self._table = torch.empty(3, columns, dtype=torch.int32, device=device)
         self.fill(residency)
 
     def fill(self, residency: Residency) -> None:
         """Be these slots, filled before this returns; nothing may be on its way."""
-        #: None where there is no slot; those there were are freed before
+        count, device = len(residency.slots), self.accelerator.device
+        # Where memory runs out below there are none, and calls know it. Those there were are freed first.
+        self.residency = residency.again(0)
+        self._publish()
+        #: None where there is no slot
         self.stacks: Stacks | None = None
-        self.residency, count, device = residency, len(residency.slots), self.accelerator.device
+        if not count:
+            return
         with torch.inference_mode(False):
-            if count:
-                self.stacks = stacks_like(
-                    self.source, count, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-                )
-            self._table = torch.empty(3, residency.experts + 2, dtype=torch.int32, device=device)
+            self.stacks = stacks_like(
+                self.source, count, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+            )
         for slot, expert in enumerate(residency.slots):
             self._bring(slot, expert)
+        self.residency = residency
         self._publish()
 
     def find(self, ids: Tensor) -> Tensor:
