@@ -157,6 +157,15 @@ def test_passes_of_a_backward_compile_without_a_card(tmp_path: Path) -> None:
     compile_apart(_PASSES, tmp_path)
 
 
+@pytest.mark.parametrize("I", [1, 16, 17, 32, 33, 64, 65, 768, 5000])
+def test_derivatives_have_no_more_threads_than_numbers(I: int) -> None:
+    """Of two threads with the same number one would read what the other has written there."""
+    from moefuse.backends.triton.runtime.tiles import derivatives_tile
+
+    tile = derivatives_tile(I)
+    assert 32 * tile.warps <= tile.rows * tile.columns
+
+
 # On a card
 
 

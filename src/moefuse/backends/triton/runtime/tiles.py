@@ -307,8 +307,12 @@ class RowsTile(NamedTuple):
 
 
 def derivatives_tile(I: int) -> RowsTile:
-    """Of the derivatives of activations: two rows a program, whose loads are all under way at once."""
-    return RowsTile(2, min(block_of(I), 1024), 4)
+    """Of the derivatives of activations: two rows a program, whose loads are all under way at once.
+
+    They may be written where they were read, so a number is one thread's: no more threads than numbers.
+    """
+    rows, columns = 2, min(block_of(I), 1024)
+    return RowsTile(rows, columns, min(4, rows * columns // 32))
 
 
 #: bytes of slot rows held at once where a backward or a training forward sums over slots
