@@ -99,6 +99,14 @@ def test_check_unknown_backend_lists_the_valid_ones(runner: CliRunner) -> None:
     assert "cpu, triton, metal, reference" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("command", [["check"], ["check", "--invariant"], ["run", "--temperature", "1"]], ids=" ".join)
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999"])
+def test_a_seed_that_nothing_draws_from(command: list[str], seed: str, runner: CliRunner) -> None:
+    result = runner.invoke(app, [*command, "--seed", seed])
+    assert result.exit_code == 2, result.output
+    assert "Invalid value for '--seed'" in plain(result.output)
+
+
 def test_check_follows_the_environment(runner: CliRunner, few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
     select.forget()

@@ -148,7 +148,7 @@ def check(
     processes: Annotated[
         int, typer.Option(min=1, help="With --invariant: so many at once; for a GPU, whose kernels are compiled first.")
     ] = 1,
-    seed: Annotated[int | None, typer.Option(help="Repeat a run; default: a fresh one.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Repeat a run; default: a fresh one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
 ) -> None:
     """Run every case on this machine and compare it with float64; exit 1 when one fails.

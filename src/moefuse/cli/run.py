@@ -45,7 +45,7 @@ def run(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampling.")] = 0,
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template; without a prompt, a conversation.")
     ] = False,
