@@ -506,6 +506,9 @@ def test_words() -> None:
         with pytest.raises(ValueError, match="gpu_memory must be bytes or a size such as 12GiB"):
             bytes_of(text)  # type: ignore[arg-type]
     assert bytes_of("1.5kib") == 1536
+    assert bytes_of("9" * 400) == 10**400 - 1
+    with pytest.raises(ValueError, match="experts must be one of cpu, auto, got None"):
+        moe().place(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("device")

@@ -208,7 +208,8 @@ class MoE(BlockModule):
         In a ``load`` of a `Placement` its path is the empty string.
         """
         placement = Placement.of(experts, gpu_memory, device)
-        assert placement is not None
+        if placement is None:  # no words at all, which a model loads without
+            raise ValueError("placement: experts must be one of cpu, auto, got None")
         if self.lora is not None:
             raise ValueError("MoE: experts with adapters cannot be placed: merge_lora first")
         self.unplace()

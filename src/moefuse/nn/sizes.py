@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -16,7 +17,7 @@ def bytes_of(text: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if isinstance(text, bool) or not isinstance(text, (str, int)) or not found or found[2].upper() not in _UNITS:
         raise ValueError(f"gpu_memory must be bytes or a size such as 12GiB or 500MB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(Fraction(found[1]) * _UNITS[found[2].upper()])
 
 
 def gib(nbytes: float) -> str:
