@@ -107,6 +107,12 @@ def test_a_seed_that_nothing_draws_from(command: list[str], seed: str, runner: C
     assert "Invalid value for '--seed'" in plain(result.output)
 
 
+def test_processes_are_for_drawn_batches(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["check", "--processes", "2"])
+    assert result.exit_code == 2, result.output
+    assert "--processes: it is for --invariant alone" in plain(result.output)
+
+
 def test_check_follows_the_environment(runner: CliRunner, few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     monkeypatch.setenv("MOEFUSE_BACKEND", "reference")
     select.forget()

@@ -158,8 +158,8 @@ def check(
     config.cap_onednn()
     targets = _targets(_simulate(backend) if simulate else backend)
     seed = torch.seed() % 2**31 if seed is None else seed
-    if invariant and processes > 1 and simulate:
-        options.stop("--processes", "the simulator is one process")
+    if processes > 1 and (simulate or not invariant):
+        options.stop("--processes", "the simulator is one process" if simulate else "it is for --invariant alone")
     if invariant:
         _invariant(targets, batches, seed, processes, as_json)
         return
