@@ -587,6 +587,40 @@ def test_what_failed_on_its_way_does_not_come_later(device: SlowDevice, monkeypa
     assert not device.busy(layer.placement.side)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_error_of_a_move_is_told_once(
+    ends: bool, device: SlowDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the call that finds it, whose successors are right, or to the log where the placement ends."""
+    layer, run = layer_of(numbers(), 3), device.copy
+    failed: list[int] = []
+
+    def failing(target: Tensor, source: Tensor, stream: Line | None = None) -> None:
+        if stream is not None and not failed:
+            failed.append(1)
+            raise RuntimeError("the bus is gone")
+        run(target, source, stream)
+
+    monkeypatch.setattr(device, "copy", failing)
+    told = 0
+    with torch.no_grad():
+        for ids in (*skewed(60), *skewed(60, shift=4)):
+            x, weights = torch.randn(1, H), torch.rand(1, 3)
+            try:
+                assert_close(layer(x, ids, weights), exact(layer.stacks, x, ids, weights))
+            except RuntimeError as error:
+                told += str(error) == "the bus is gone"
+            if ends and layer.residency.moving:
+                break
+    if ends:
+        layer.placement.close()
+        assert "an expert did not come into its slot: the bus is gone" in caplog.text
+    else:
+        assert told == 1
+        assert layer.residency.moves > 0
+    assert failed
+
+
 @pytest.mark.usefixtures("device")
 def test_while_all_is_still_other_threads_wait() -> None:
     stacks = numbers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from moefuse.types import Stacks
 
 if TYPE_CHECKING:
     from moefuse.nn.placement import Placement
+
+_log = logging.getLogger("moefuse")
 
 
 @dataclass
@@ -88,9 +91,14 @@ class Slots:
         """If the expert of a move has come, the slot is its own from then on."""
         if not (wait or move.future.done()):
             return
-        if isinstance(move.future.exception(), torch.OutOfMemoryError):  # empty until it is chosen again
+        if (error := move.future.exception()) is not None:  # empty until it is chosen again
             self._moves.remove(move)
             self.residency.moving.pop(move.slot)
+            if isinstance(error, torch.OutOfMemoryError):
+                return
+            if not self.placement.is_still:
+                raise error
+            _log.warning("moefuse: an expert did not come into its slot: %s", error)
             return
         event = move.future.result()
         if wait:
