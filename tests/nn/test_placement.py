@@ -512,6 +512,24 @@ def test_words() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_a_layer_is_placed_from_ram_wherever_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts are those of the CPU; and a budget that is refused leaves no half of it on the GPU."""
+    layer, moves, to = moe(), list[Any](), MoE.to
+
+    def moved(self: MoE, device: Any) -> Any:
+        moves.append(str(device))
+        return to(self, device)
+
+    monkeypatch.setattr(MoE, "to", moved)
+    layer.place("cpu", "1GiB", device="cuda:0")
+    assert moves[0] == "cpu"
+    moves.clear()
+    with pytest.raises(ValueError, match="gpu_memory must hold what is not experts"):
+        layer.place("cpu", 1)
+    assert moves == ["cpu"]
+
+
+@pytest.mark.usefixtures("device")
 def test_one_placement_for_one_model() -> None:
     made = Placement("cpu")
     layer = moe()

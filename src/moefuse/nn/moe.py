@@ -213,6 +213,7 @@ class MoE(BlockModule):
         if self.lora is not None:
             raise ValueError("MoE: experts with adapters cannot be placed: merge_lora first")
         self.unplace()
+        self.to("cpu")  # experts too, wherever the layer was: refused, it lies in one place
         place(self, lambda: {"": (self._stacks(None), self.activation, _EXPERTS)}, placement, pin=True)
         return placement
 
