@@ -128,6 +128,9 @@ def test_what_is_refused() -> None:
             quantize_(model, wrong)
         with pytest.raises(ValueError, match=r"a format must be one of Q4_K, .* got"):
             MoefuseConfig(wrong)
+    for wrong in ("Q9_K", "", 0):
+        with pytest.raises(ValueError, match=r"a format must be one of Q4_K, .* got"):
+            quantize_(model, "Q8_0", {"down": wrong})
     with pytest.raises(ValueError, match="must have regular expressions, got '\\('"):
         quantize_(model, "Q4_K", {"(": "Q8_0"})
     with pytest.raises(ValueError, match="must have regular expressions, got 3"):

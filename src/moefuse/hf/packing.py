@@ -33,7 +33,7 @@ class Recipe:
         if not isinstance(rules, Mapping | None):
             raise TypeError(f"quantize_: rules must be a mapping of patterns to formats, got {type(rules).__name__}")
         self.format = _encodable(format)
-        self.rules = {pattern: name and _encodable(name) for pattern, name in (rules or {}).items()}
+        self.rules = {pattern: None if name is None else _encodable(name) for pattern, name in (rules or {}).items()}
         for pattern in self.rules:
             try:
                 re.compile(pattern)
