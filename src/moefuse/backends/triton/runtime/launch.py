@@ -46,7 +46,7 @@ def launch_dependents():
 
 @triton.jit
 def prefetch_rows(row_ptr, length, BLOCK: tl.constexpr):
-    """Bring ``length`` numbers from each of ``row_ptr`` [R] on into the second-level cache; BLOCK covers length.
+    """Bring ``length`` numbers, BLOCK of them at most, from each of ``row_ptr`` [R] on into the second-level cache.
 
     One request for each line of 128 bytes: more would be in each other's way.
     """
