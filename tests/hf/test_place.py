@@ -364,7 +364,7 @@ def test_the_example_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 LAUNCH = """
-import sys
+import signal, sys
 from slow_device import SlowDevice
 from moefuse.cli import app
 from moefuse.nn import placement, rates
@@ -372,6 +372,7 @@ from moefuse.nn import placement, rates
 placement.accelerator_of, placement.LEAST_ROOM, placement.GROUP = lambda _: SlowDevice(), 0, 1
 rates.measure = lambda _: rates.Rates(1e15, 1e15, 1.0, 1.0)
 sys.modules["moefuse.cli.run"]._refuse_placement = lambda *_: None
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 app()
 """
 
@@ -418,7 +419,10 @@ def test_a_run_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path, kind
         assert process.stdout is not None
         assert process.stdout.read(4)  # the answer has begun
         process.send_signal(signum)
-        _, complaints = process.communicate(timeout=60)
+        try:
+            _, complaints = process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert process.returncode == (-signum if signum == signal.SIGKILL else 130), complaints
         assert "Traceback" not in complaints
         assert not session(process.pid)

@@ -759,13 +759,14 @@ def test_rates_are_those_of_the_machine() -> None:
 
 
 LOOP = """
-import sys
+import signal
 import torch
 from slow_device import SlowDevice
 from moefuse.nn import Placement, placement
 from moefuse.nn.rates import Rates
 from moefuse.types import Activation, Stacks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 placement.accelerator_of, placement.rates_of = lambda _: SlowDevice(), lambda _: Rates(1.0, 1.0, 1.0, 1.0)
 made = Placement()
 layer = made.take("experts", Stacks(torch.randn(64, 64, 32), None, torch.randn(64, 32, 32)), Activation("silu"))
@@ -791,6 +792,9 @@ def test_an_interrupt_ends_it(tmp_path: Any) -> None:
     assert process.stdout.readline() == "ready\n"
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    try:
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert said.rstrip().endswith("KeyboardInterrupt")
     assert said.count("Traceback") == 1

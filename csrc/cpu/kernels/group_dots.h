@@ -20,9 +20,9 @@ template <class F>
 constexpr int64_t kMostTiledRows =
     kLanes == 4 ? 0 : kLanes == 16 ? kMaxRows : F::kGroup == 16 ? 4 : kFourProducts || F::kSpan == 1 ? kMaxRows : 16;
 
-// How far ahead blocks are fetched, into L1: on a Zen 5, one core with two threads, a layer in Q4_K took 430 us at T=1
-// so, 452 at twice the distance, 590 into L2 and 750 without; with a whole strip between it read Q6_K at 18 GB/s, not 27.
-constexpr int64_t kAheadBytes = 4 << 10;
+// How far ahead blocks are fetched. Into L1: on a Zen 5, one core with two threads, a layer in Q4_K took 430 us at T=1 so,
+// 452 at twice the distance, 590 into L2. Into L2: on two Zen 4 cores 528 us, 545 at 8 KiB, 700 into L1; Q6_K 820 and 1960.
+constexpr int64_t kAheadInL1 = 4 << 10, kAheadInL2 = 6 << 10;
 
 // In the file's order AVX-512 multiplies a block part by part of its groups, and so it does here, for the same bits.
 constexpr bool kByParts = kLanes == 16;
@@ -46,7 +46,11 @@ inline __attribute__((always_inline)) void multiply_steps(const Interleaved (&fr
     for (int m = 0; m < M; ++m) last[c][m] = zero();
   }
   each_repeat<F>([&](int64_t repeat) __attribute__((always_inline)) {
-    fetch<F, C * kLanes, F::kRepeats, 3>(ahead, repeat);
+    if (kFetchIntoL2) {
+      fetch<F, C * kLanes, F::kRepeats>(ahead, repeat);
+    } else {
+      fetch<F, C * kLanes, F::kRepeats, 3>(ahead, repeat);
+    }
     // The products of `Count` steps from `First` on of group G.
     auto multiply = [&]<int G, int First, int Count>(Sums (&sums)[C][M]) __attribute__((always_inline)) {
       each<Count>([&]<int I>() __attribute__((always_inline)) {
@@ -124,9 +128,9 @@ inline __attribute__((always_inline)) void multiply_steps(const Interleaved (&fr
 // Rows from m0 on.
 template <class F, int M>
 void group_tile(const Dots& d, int64_t m0) {
-  constexpr int64_t kBlock = kStripRows * F::kBytes, kAhead = kAheadBytes / kBlock + 1;
+  constexpr int64_t kBlock = kStripRows * F::kBytes;
   constexpr int kVecs = kStripRows / kLanes, C = kAbreast<F>;
-  int64_t blocks = d.K / F::kSize;
+  const int64_t blocks = d.K / F::kSize, distance = (kFetchIntoL2 ? kAheadInL2 : kAheadInL1) / kBlock + 1;
   for (int64_t n0 = 0; n0 < d.N; n0 += kStripRows) {
     const char* next = next_rows(d, n0, kStripRows);
     const char* a[M];
@@ -137,7 +141,7 @@ void group_tile(const Dots& d, int64_t m0) {
     }
     for (int64_t b = 0; b < blocks; ++b) {
       const char* at = d.w[n0] + b * kBlock;
-      const char* ahead = b + kAhead < blocks ? at + kAhead * kBlock : behind(next, (b + kAhead - blocks) * kBlock);
+      const char* ahead = b + distance < blocks ? at + distance * kBlock : behind(next, (b + distance - blocks) * kBlock);
       for (int h = 0; h < kVecs; h += C) {
         Interleaved from[C];
         for (int c = 0; c < C; ++c) from[c] = Interleaved(&at, 0, (h + c) * kLanes);

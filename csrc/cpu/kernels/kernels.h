@@ -43,6 +43,9 @@ constexpr int64_t kMaxColumns = 128;
 // Weight rows that may lie interleaved, blocks at the same place of all of them together: those of the longest vectors.
 constexpr int64_t kStripRows = 16;
 
+// Whether this processor wants what it reads soon in L2; others take it into L1 at once (runtime/isa.cpp).
+extern const bool kFetchIntoL2;
+
 // z[m, n] = dot(a[m], w[n]) for m < M, n < N. The order of the sum depends on K alone.
 struct Dots {
   const char* const* a;  // [M] packed rows of K, padded to kChunk

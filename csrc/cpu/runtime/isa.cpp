@@ -3,6 +3,10 @@
 #include <atomic>
 #include <stdexcept>
 
+#ifdef MOEFUSE_X86
+#include <cpuid.h>
+#endif
+
 namespace moefuse {
 
 namespace portable {
@@ -46,6 +50,20 @@ std::vector<const Kernels*> find_available() {
   return found;
 }
 
+// AMD's processors before Zen 5 (family 1Ah): a Zen 4 core waits for what it fetches into L1, of which few lines may be
+// on their way.
+bool fetches_into_l2() {
+#ifdef MOEFUSE_X86
+  __builtin_cpu_init();
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__builtin_cpu_is("amd") || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
+  return family < 0x1a;
+#else
+  return false;
+#endif
+}
+
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> found = find_available();
   return found;
@@ -54,6 +72,8 @@ const std::vector<const Kernels*>& available() {
 std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
+
+const bool kFetchIntoL2 = fetches_into_l2();
 
 const Kernels& kernels() {
   const Kernels* now = chosen.load(std::memory_order_relaxed);
