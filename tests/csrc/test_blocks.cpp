@@ -223,13 +223,15 @@ std::vector<double> rounded(const Buffer& x, int64_t row, int64_t K) {
   return out;
 }
 
-void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int64_t E, int64_t N, int64_t K) {
-  context = kernels().name + std::string(" ") + kind.name + (exact ? " exact" : " rounded") + " M=" +
-            std::to_string(rows) + " N=" + std::to_string(N) + " K=" + std::to_string(K);
+void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int64_t E, int64_t N, int64_t K,
+                  Dtype dtype = Dtype::f32) {
+  context = kernels().name + std::string(" ") + kind.name + (exact ? " exact" : " rounded") +
+            (dtype == Dtype::bf16 ? " bf16" : "") + " M=" + std::to_string(rows) + " N=" + std::to_string(N) + " K=" +
+            std::to_string(K);
   int64_t row_bytes = K / kind.size * kind.bytes;
   Guarded blocks(E * N * row_bytes);
   fill(kind, scales, blocks.data(), E * N * K / kind.size);
-  auto x = random_buffer(Dtype::f32, rows * K);
+  auto x = random_buffer(dtype, rows * K);
   for (int64_t k = 0; k < std::min<int64_t>(K, 64) && rows > 0; ++k) x->set(k, k < 32 ? 0 : 3);  // zeros; all at 127
   std::vector<int32_t> offsets, order;
   for (int64_t e = 0; e <= E; ++e) offsets.push_back(static_cast<int32_t>(rows * e / E));
@@ -262,17 +264,17 @@ void test_product(const Kind& kind, bool exact, Scales scales, int64_t rows, int
 }
 
 // A row's bits do not depend on the rows beside it, nor on the number of threads.
-void test_batches(const Kind& kind, bool exact) {
+void test_batches(const Kind& kind, bool exact, Dtype dtype = Dtype::f32) {
   context = kernels().name + std::string(" ") + kind.name + (exact ? " exact" : " rounded") + " batches";
   int64_t rows = 70, N = 1 + below(150), K = kind.size * (1 + below(4)), row_bytes = K / kind.size * kind.bytes;
   Guarded blocks(N * row_bytes);
   fill(kind, Scales::usual, blocks.data(), N * K / kind.size);
-  auto x = random_buffer(Dtype::f32, rows * K);
+  auto x = random_buffer(dtype, rows * K);
   Weight weight{blocks.data(), kind.type, 1, N, K, 0, row_bytes, exact};
   auto product = [&](int64_t from, int64_t count, int threads) {
     std::vector<int32_t> offsets = {0, static_cast<int32_t>(count)}, order;
     for (int64_t r = 0; r < count; ++r) order.push_back(static_cast<int32_t>(r));
-    Tensor some{static_cast<const float*>(x->tensor(K).data) + from * K, Dtype::f32, count, K};
+    Tensor some{static_cast<const char*>(x->data()) + from * K * bytes_of(dtype), dtype, count, K};
     auto y = std::make_unique<Buffer>(Dtype::f32, count * N);
     grouped_linear(some, weight, {}, {indices(offsets), indices(order), {}}, false, false, y->output(N), threads);
     return y;
@@ -325,7 +327,7 @@ void test_transposed(const Kind& kind, Scales scales, int64_t rows, int64_t E, i
 }
 
 // A scale or an activation that is not finite spoils the results it touches and no other.
-void test_not_finite(const Kind& kind, bool exact) {
+void test_not_finite(const Kind& kind, bool exact, Dtype dtype = Dtype::f32) {
   context = kernels().name + std::string(" ") + kind.name + " not finite";
   int64_t N = 20, K = 256, row_bytes = K / kind.size * kind.bytes;
   Guarded blocks(N * row_bytes);
@@ -338,7 +340,7 @@ void test_not_finite(const Kind& kind, bool exact) {
     blocks.data()[3 * row_bytes + 4 + 127] = 0xff;
     spoilt = true;
   }
-  auto x = random_buffer(Dtype::f32, 3 * K);
+  auto x = random_buffer(dtype, 3 * K);
   x->set(K + 7, NAN), x->set(2 * K + 50, kInf);
   std::vector<int32_t> offsets = {0, 3}, order = {0, 1, 2};
   Buffer y(Dtype::f32, 3 * N);
@@ -348,6 +350,34 @@ void test_not_finite(const Kind& kind, bool exact) {
     check(std::isfinite(y[n]) == (n != 3 || !spoilt), "an infinite scale shows in its row and nowhere else");
     check(std::isnan(y[N + n]), "NaN comes through");
     check(!std::isfinite(y[2 * N + n]), "an infinity comes through");
+  }
+}
+
+// Every code of FP8 times one, by each way of decoding it: few rows and many, of f32 and of bf16.
+void test_every_code() {
+  context = kernels().name + std::string(" every code");
+  constexpr int64_t K = 128;
+  Guarded blocks(256 * 132);
+  float one = 1;
+  for (int code = 0; code < 256; ++code) {
+    uint8_t* b = blocks.data() + code * 132;
+    std::memset(b, 0, 132);
+    std::memcpy(b, &one, 4);
+    b[4 + code * 37 % K] = static_cast<uint8_t>(code);  // among zeros, in every place
+  }
+  Weight weight{blocks.data(), WeightType::fp8, 1, 256, K, 0, 132, false};
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+    for (int64_t rows : {1, 6, 20}) {
+      Buffer x(dtype, rows * K), y(Dtype::f32, rows * 256);
+      for (int64_t i = 0; i < rows * K; ++i) x.set(i, 1);
+      std::vector<int32_t> offsets = {0, static_cast<int32_t>(rows)}, order;
+      for (int64_t r = 0; r < rows; ++r) order.push_back(static_cast<int32_t>(r));
+      grouped_linear(x.tensor(K), weight, {}, {indices(offsets), indices(order), {}}, false, false, y.output(256), 1);
+      for (int64_t i = 0; i < rows * 256; ++i) {
+        double want = e4m3(static_cast<uint8_t>(i % 256));
+        check(std::isnan(want) ? std::isnan(y[i]) : y[i] == want, "a code is another number");
+      }
+    }
   }
 }
 
@@ -369,6 +399,16 @@ void test_blocks() {
         if (kind.fields.empty()) continue;
         test_interleaved(kind, exact, rows, 1 + below(2), 32 * (1 + below(6)), kind.size * (1 + below(3)));
       }
+    }
+    if (kind.type == WeightType::fp8) {
+      for (int64_t rows : {1, 2, 3, 5, 6, 7, 64}) {
+        test_product(kind, false, Scales::usual, rows, 1, 1 + below(40), 128 * (1 + below(20)), Dtype::bf16);
+      }
+      test_product(kind, false, Scales::subnormal, 5, 1, 17, 512, Dtype::bf16);
+      test_product(kind, false, Scales::largest, 5, 1, 17, 512, Dtype::bf16);
+      test_not_finite(kind, false, Dtype::bf16);
+      test_batches(kind, false, Dtype::bf16);
+      test_every_code();
     }
     for (int64_t rows : {1, 7, 100}) {
       test_transposed(kind, Scales::usual, rows, 1, 1 + below(140), kind.size * (1 + below(3)));

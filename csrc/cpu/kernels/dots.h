@@ -94,12 +94,18 @@ struct Multiply<BF16Dot> {
 #endif
 
 // What a tile prefetches while it works: for its row n and step c, the step's bytes at base + n * row + c * step.
-// An address, not a pointer: it may lie outside the tensor, which a prefetch allows.
+// An address, not a pointer: it may lie outside the tensor, which a prefetch allows. Or, with `far`, the step that lies
+// so many bytes behind each row's own.
 struct Ahead {
   uintptr_t base = 0;
   int64_t row = 0;
   int64_t step = 0;
+  int64_t far = 0;
 };
+
+// How far ahead weights are fetched, into L2, in each stream of the only row tile; 0 where processors do it themselves.
+template <class W>
+constexpr int64_t kFar = 0;
 
 // Weight rows of a register tile of M rows.
 template <class W, int M>
@@ -134,6 +140,18 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t apart, int64_t k0, Ahea
         for (int64_t line = 0; line < W::kStepBytes; line += 64) {
           uintptr_t at = ahead.base + static_cast<uintptr_t>(n * ahead.row + c * ahead.step + line);
           __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+        }
+      }
+    }
+    if constexpr (kFar<W> != 0) {
+      if (ahead.far != 0) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 8
+          for (int64_t line = 0; line + 64 <= W::kStepBytes; line += 64) {
+            uintptr_t at = address_of(w[n]) + static_cast<uintptr_t>(c * W::kStepBytes + ahead.far + line);
+            __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+          }
         }
       }
     }
@@ -213,7 +231,7 @@ void single_row_tile(const Dots& d) {
       int64_t columns = (d.N - n0 + run - 1) / run;
       int64_t k0 = 0;
       do {
-        tile_columns<W, M>(d, columns, 0, n0, run, k0, {});
+        tile_columns<W, M>(d, columns, 0, n0, run, k0, {.far = kFar<W>});
         k0 += kDepth;
       } while (k0 < d.K);
     }

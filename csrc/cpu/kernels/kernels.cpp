@@ -216,14 +216,21 @@ constexpr Format kBF16Both = {kPackUnit, kPackUnit * 2, 1, 2, pack_bf16, dots<BF
 constexpr Format kBF16Both = kBF16;
 #endif
 
-constexpr Format kFp8 = {kPackUnit, kPackUnit * 4, kFp8Block, kFp8Bytes, pack_even_odd, fp8_dots};
+constexpr auto fp8 = fp8_dots<Fp8Weights, BF16Weights>;
+constexpr Format kFp8 = {kPackUnit, kPackUnit * 4, kFp8Block, kFp8Bytes, pack_even_odd, fp8};
+#ifdef __AVX512BF16__
+constexpr auto fp8_both = fp8_dots<Fp8Dot, BF16Dot>;
+constexpr Format kFp8Both = {kPackUnit, kPackUnit * 2, kFp8Block, kFp8Bytes, pack_bf16, fp8_both};
+#else
+constexpr Format kFp8Both = kFp8;
+#endif
 
 extern const Kernels kKernels = {
     MOEFUSE_NAME(MOEFUSE_ISA),
     {{kF32, kF32}, {kBF16, kBF16Both}, {kF16, kF16}},
     MOEFUSE_BLOCKS::kBlockFormats,
     MOEFUSE_BLOCKS::kInterleavedFormats,
-    {kFp8, kFp8, decode_fp8},
+    {kFp8Both, kFp8, decode_fp8},
     decode,
     encode,
     axpy,

@@ -68,7 +68,7 @@ struct Format {
 };
 
 // A block format with activations rounded to 8 bits in groups of 32, and with activations in f32. Where codes are no
-// integers both are the latter.
+// integers the former is for bf16 activations alone, and rounds to that or not at all.
 struct BlockFormat {
   Format rounded, exact;
   // The numbers of n elements, whole blocks, of each of `count` rows: out [count, pitch]. Interleaved rows begin with

@@ -48,8 +48,55 @@ inline void store_f16(void* p, Vec v) {
 }
 
 // 64 bytes in e4m3, over 2**8: the even and the odd elements of the first 32, then those of the others. Not-a-number,
-// which comes out as 480, raises a byte of `most` to 0xfe.
+// where it comes out as 480, raises a byte of `most` to 0xfe.
 using Most = __m512i;
+inline bool has_nan(Most most) { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(static_cast<char>(0xfe))) != 0; }
+
+#ifdef __AVX512VBMI__
+// Each code without its sign as a bf16 over 2**8, by bytes. Denormal numbers and not-a-number cost nothing more.
+struct E4m3 {
+  alignas(64) uint8_t high[128], low[128];
+};
+constexpr E4m3 all_e4m3() {
+  E4m3 all{};
+  for (int code = 0; code < 128; ++code) {
+    int exponent = code >> 3, mantissa = code & 7;
+    // A denormal number's mantissa is moved up to where a leading one is left out.
+    if (exponent == 0) {
+      for (exponent = 1; mantissa > 0 && mantissa < 8; mantissa *= 2) --exponent;
+    }
+    // The exponent's bias goes from 7 to 127, less 8.
+    int bits = code == 0 ? 0 : (exponent + 112) << 7 | (mantissa & 7) << 4;
+    if (code == 127) bits = 0x7fc0;
+    all.high[code] = static_cast<uint8_t>(bits >> 8);
+    all.low[code] = static_cast<uint8_t>(bits & 0xff);
+  }
+  return all;
+}
+constexpr E4m3 kE4m3 = all_e4m3();
+
+// 64 bytes in e4m3 as bf16 over 2**8: the first 32, then the others.
+inline __attribute__((always_inline)) void load_e4m3_bf16(const void* p, __m512i (&out)[2]) {
+  // In the order in which halves of 16 bytes are interleaved below.
+  __m512i raw = _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(p));
+  asm("" : "+v"(raw));  // or it would be loaded for each use
+  __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.high), raw, _mm512_load_si512(kE4m3.high + 64));
+  __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.low), raw, _mm512_load_si512(kE4m3.low + 64));
+  high = _mm512_ternarylogic_epi32(high, raw, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // high | raw & sign
+  out[0] = _mm512_maskz_unpacklo_epi8(~0ull, low, high);
+  out[1] = _mm512_maskz_unpackhi_epi8(~0ull, low, high);
+}
+inline __attribute__((always_inline)) void load_e4m3(const void* p, Most&, Vec (&out)[4]) {
+  __m512i pairs[2];
+  load_e4m3_bf16(p, pairs);
+  __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    out[2 * i] = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, pairs[i], 16));
+    out[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(pairs[i], odd));
+  }
+}
+#else
 inline __attribute__((always_inline)) void load_any_e4m3(__m512i raw, Most& most, Vec (&out)[4]) {
   most = _mm512_max_epu8(most, _mm512_add_epi8(raw, raw));
   // As a float16: the sign on top, a zero bit, then exponent and mantissa.
@@ -81,15 +128,15 @@ inline __attribute__((always_inline)) void load_e4m3(const void* p, Most& most, 
     out[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(wide, high));
   }
 }
-inline bool has_nan(Most most) { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(static_cast<char>(0xfe))) != 0; }
+#endif
 
 #ifdef __AVX512BF16__
 // acc + the 16 two-element products of 32 bf16 pairs.
-inline Vec dot_bf16(const void* a, const void* b, Vec acc) {
+inline Vec dot_bf16(const void* a, __m512i b, Vec acc) {
   auto x = reinterpret_cast<__m512bh>(_mm512_loadu_si512(a));
-  auto y = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
-  return _mm512_dpbf16_ps(acc, x, y);
+  return _mm512_dpbf16_ps(acc, x, reinterpret_cast<__m512bh>(b));
 }
+inline Vec dot_bf16(const void* a, const void* b, Vec acc) { return dot_bf16(a, _mm512_loadu_si512(b), acc); }
 #endif
 
 inline __m256 fold(Vec v) {

@@ -13,7 +13,8 @@ inline const Format& format_of(const Weight& w, Dtype activations) {
   int type = static_cast<int>(w.type);
   if (type < kPlainTypes) return kernels().formats[type][activations == Dtype::bf16 ? 1 : 0];
   const BlockFormat& blocks = block_format(w.type, w.interleaved);
-  return w.exact ? blocks.exact : blocks.rounded;
+  bool exact = w.exact || (w.type == WeightType::fp8 && activations != Dtype::bf16);
+  return exact ? blocks.exact : blocks.rounded;
 }
 
 // Which rows of x and of the result (or its gradient) a position stands for.

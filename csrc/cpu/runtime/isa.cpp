@@ -40,7 +40,9 @@ std::vector<const Kernels*> find_available() {
   bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
-  if (has_vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kKernels);
+  // All that have bf16 have VBMI, too, but Cooper Lake.
+  bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  if (has_bf16) found.push_back(&avx512bf16::kKernels);
   if (has_vnni) found.push_back(&avx512vnni::kKernels);
   if (has_avx512) found.push_back(&avx512::kKernels);
   if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&avxvnni::kKernels);
