@@ -103,9 +103,13 @@ struct Ahead {
   int64_t far = 0;
 };
 
-// How far ahead weights are fetched, into L2, in each stream of the only row tile; 0 where processors do it themselves.
+// How far ahead weights are fetched, into L2, in each stream of the only row tile, 0 where the processor does it by itself.
+// On a Zen 4 bf16 went from 41 to 47 GB/s at T=1, and from 28.1 to 25.3 ms at 32.
+constexpr int64_t kFar = 1536;
 template <class W>
-constexpr int64_t kFar = 0;
+int64_t far_ahead() {
+  return kFetchIntoL2 ? kFar : 0;
+}
 
 // Weight rows of a register tile of M rows.
 template <class W, int M>
@@ -143,15 +147,13 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t apart, int64_t k0, Ahea
         }
       }
     }
-    if constexpr (kFar<W> != 0) {
-      if (ahead.far != 0) {
+    if (ahead.far != 0) {
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-          for (int64_t line = 0; line + 64 <= W::kStepBytes; line += 64) {
-            uintptr_t at = address_of(w[n]) + static_cast<uintptr_t>(c * W::kStepBytes + ahead.far + line);
-            __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
-          }
+        for (int64_t line = 0; line + 64 <= W::kStepBytes; line += 64) {
+          uintptr_t at = address_of(w[n]) + static_cast<uintptr_t>(c * W::kStepBytes + ahead.far + line);
+          __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
         }
       }
     }
@@ -168,22 +170,26 @@ void tile(const Dots& d, int64_t m0, int64_t n0, int64_t apart, int64_t k0, Ahea
     Multiply<W>::template step<M, N>(a, steps * W::kStep * W::kActBytes, last, 0, acc);
   }
 
-  constexpr int kSums = (M * N + 3) / 4 * 4;
-  float sums[kSums];
+  float sums[kSumsAtOnce * ((M * N + kSumsAtOnce - 1) / kSumsAtOnce)];
 #pragma GCC unroll 8
-  for (int i = 0; i < kSums; i += 4) {
-    Vec group[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) group[j] = i + j < M * N ? acc[(i + j) / N][(i + j) % N] : zero();
-    sum4(group, sums + i);
+  for (int i = 0; i < M * N; i += kSumsAtOnce) {
+    Vec group[kSumsAtOnce];
+#pragma GCC unroll 16
+    for (int j = 0; j < kSumsAtOnce; ++j) group[j] = i + j < M * N ? acc[(i + j) / N][(i + j) % N] : zero();
+    add_lanes(group, M * N - i, sums + i);
   }
-  for (int m = 0; m < M; ++m) {
-    float* z = d.z + (m0 + m) * d.ldz + n0;
-    for (int n = 0; n < N; ++n) {
-      float sum = sums[m * N + n] * W::kUnit;
-      z[n * apart] = k0 == 0 ? sum : z[n * apart] + sum;
+  // Neighbouring columns are written at once.
+  auto write = [&](int64_t step, bool first) __attribute__((always_inline)) {
+    for (int m = 0; m < M; ++m) {
+      float* z = d.z + (m0 + m) * d.ldz + n0;
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        float sum = sums[m * N + n] * W::kUnit;
+        z[n * step] = first ? sum : z[n * step] + sum;
+      }
     }
-  }
+  };
+  apart == 1 && k0 == 0 ? write(1, true) : write(apart, k0 == 0);
 }
 
 // tile<W, M, n> for an n known at run time, at most kColumns<W, M>.
@@ -231,7 +237,7 @@ void single_row_tile(const Dots& d) {
       int64_t columns = (d.N - n0 + run - 1) / run;
       int64_t k0 = 0;
       do {
-        tile_columns<W, M>(d, columns, 0, n0, run, k0, {.far = kFar<W>});
+        tile_columns<W, M>(d, columns, 0, n0, run, k0, {.far = far_ahead<W>()});
         k0 += kDepth;
       } while (k0 < d.K);
     }

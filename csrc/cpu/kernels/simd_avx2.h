@@ -74,6 +74,9 @@ inline void sum4(const Vec* v, float* out) {
   Vec s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
+// The sums that a tile makes at once.
+constexpr int kSumsAtOnce = 4;
+inline void add_lanes(const Vec (&v)[4], int, float* out) { sum4(v, out); }
 
 // Four bytes in each lane, and the same bits as integers of other widths.
 typedef uint8_t Bytes __attribute__((vector_size(32)));

@@ -149,6 +149,34 @@ inline void sum4(const Vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 
+// out[i] = sum of v[i] for i < 16, of which `count` are needed; the same order of additions whatever i. Half of the
+// instructions of four times four.
+constexpr int kSumsAtOnce = 16;
+inline __attribute__((always_inline)) void add_lanes(const Vec (&v)[16], int count, float* out) {
+  auto floats = [](__m512d x) { return _mm512_castpd_ps(x); };
+  auto doubles = [](Vec x) { return _mm512_castps_pd(x); };
+  // Of each 4 vectors their lanes of every 128 bits, then these.
+  Vec quarter[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    if (4 * i >= count) break;
+    Vec pairs[2];
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      Vec a = v[4 * i + 2 * j], b = v[4 * i + 2 * j + 1];
+      pairs[j] = _mm512_maskz_unpacklo_ps(0xffff, a, b) + _mm512_maskz_unpackhi_ps(0xffff, a, b);
+    }
+    __m512d a = doubles(pairs[0]), b = doubles(pairs[1]);
+    quarter[i] = floats(_mm512_maskz_unpacklo_pd(0xff, a, b)) + floats(_mm512_maskz_unpackhi_pd(0xff, a, b));
+  }
+  auto add_quarters = [](Vec a, Vec b) {
+    return _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xdd);
+  };
+  Vec low = add_quarters(quarter[0], quarter[count > 4 ? 1 : 0]);
+  Vec high = count > 8 ? add_quarters(quarter[2], quarter[count > 12 ? 3 : 2]) : low;
+  _mm512_storeu_ps(out, add_quarters(low, high));
+}
+
 #ifdef __AVX512VNNI__
 // Four bytes in each lane, and the same bits as integers of other widths.
 typedef uint8_t Bytes __attribute__((vector_size(64)));

@@ -127,6 +127,9 @@ inline bool has_nan(Most most) { return most == 0x7f; }
 inline void sum4(const Vec* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
 }
+// The sums that a tile makes at once.
+constexpr int kSumsAtOnce = 4;
+inline void add_lanes(const Vec (&v)[4], int, float* out) { sum4(v, out); }
 
 // Shorts may wrap around on the way to a sum that fits.
 inline Shorts add(Shorts a, Shorts b) {
