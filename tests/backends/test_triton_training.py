@@ -299,3 +299,27 @@ def test_a_routers_gradients_in_parts(target, rng, monkeypatch, apart, many):
     for name, grad in got.items():
         tolerance = oracle.GRADIENT if grad.dtype == torch.float32 else rounded
         oracle.assert_close(grad.cpu(), want[name], tolerance, whole=True)
+
+
+def test_where_x_begins_does_not_show_in_an_invariant_call(target, rng, monkeypatch):
+    """Narrower loads would add a row's squares up in another order: kernels get rows that begin at 16 bytes."""
+    from moefuse.backends.triton import gate_backward
+    from moefuse.backends.triton.runtime.launch import begins_aligned
+
+    seen = []
+
+    def launch(kernel, grid, *given, **options):
+        seen.append([t for t in given if torch.is_tensor(t) and t.shape == (5, 32)])
+        return own(kernel, grid, *given, **options)
+
+    own = gate_backward.launch
+    monkeypatch.setattr(gate_backward, "launch", launch)
+    x = oracle.normal(rng, 5 * 32 + 1)[1:].view(5, 32).to(target[1])
+    assert not begins_aligned(x)
+    router, norm = (oracle.normal(rng, *shape).to(target[1]) for shape in ((8, 32), (32,)))
+    with moefuse.invariant():
+        rows = x.requires_grad_()
+        weights, _ = moefuse.gate(rows, router, moefuse.Routing(top_k=2), norm_weight=norm, backend="triton")
+        weights[:, 0].sum().backward()
+    assert any(seen)
+    assert all(begins_aligned(t) for tensors in seen for t in tensors)

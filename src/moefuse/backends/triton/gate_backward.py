@@ -13,7 +13,7 @@ from moefuse import backends
 from moefuse.backends.triton.gate import raw_logits
 from moefuse.backends.triton.route import Rule, rule_numbers
 from moefuse.backends.triton.route_backward import row_backward, row_warps, scale_gradient
-from moefuse.backends.triton.runtime.launch import block_of, ceil_div, launch
+from moefuse.backends.triton.runtime.launch import begins_aligned, block_of, ceil_div, launch
 from moefuse.backends.triton.tail_backward import norm_row_backward, norm_weight_gradient
 from moefuse.types import Router, Routing
 
@@ -225,6 +225,8 @@ def gate_backward(
     weight, norm_weight, _, logit_bias, per_expert_scale, eps = router
     (T, H), E = x.shape, weight.shape[0]
     many = T >= _MANY_TOKENS and not backends.invariant()
+    if backends.invariant() and not begins_aligned(x):
+        x = x.clone()  # narrower loads would add its squares up in another order
     f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     raw = raw_logits(x, router)
     parts = Parts.of(x, (weight, norm_weight, logit_bias))
