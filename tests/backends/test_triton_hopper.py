@@ -172,6 +172,13 @@ def test_it_takes_blocks(hopper: Any) -> None:
     assert hopper.takes(x[:4], exact, exact, out[:4], False), "unless few rows may not be rounded"
 
 
+def test_codes_that_are_looked_up_are_decoded_ahead_of_few_rows(hopper: Any) -> None:
+    for format in FORMATS:
+        few = hopper.decodes_ahead(32, 768, format)
+        assert few == (format in ("IQ4_NL", "IQ4_XS", "MXFP4")), format
+        assert hopper.decodes_ahead(100, 768, format), format
+
+
 def test_another_machine_has_no_such_kernel() -> None:
     found = pytest.importorskip("moefuse.backends.triton.grouped_linear_hopper")
     assert not found.is_hopper(torch.device("cpu"))

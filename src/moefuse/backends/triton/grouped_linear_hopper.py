@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefuse import backends
 from moefuse.backends.gated import Rows
 from moefuse.backends.triton.activations import ACTIVATIONS, activation_numbers
-from moefuse.backends.triton.formats.blocks import DECODERS, base_bits, high_bits
+from moefuse.backends.triton.formats.blocks import DECODERS, base_bits, has_table, high_bits
 from moefuse.backends.triton.formats.boxes import (
     block_rows,
     block_words,
@@ -354,11 +354,13 @@ def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks
 
 
 def decodes_ahead(load: float, K: int, format: str) -> bool:
-    """Whether `swap_ab_product` takes weights in blocks: many rows, and sums that fill its boxes.
+    """Whether `swap_ab_product` takes weights in blocks: many rows or codes to be looked up, and sums that fill its boxes.
 
     The others are for grouped_linear_hopper_blocks.py.
     """
-    return load > SELF_DECODED_ROWS and not backends.invariant() and K % (64 * box_groups(DECODERS[format])) == 0
+    decoder = DECODERS[format]
+    pays = load > SELF_DECODED_ROWS or has_table(decoder)
+    return pays and not backends.invariant() and K % (64 * box_groups(decoder)) == 0
 
 
 def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
