@@ -432,7 +432,7 @@ def product(
             if fill and z is None:
                 out.zero_()
             tiles = tiles or TokenTiles(plan.offsets, S)
-            given = x, w_rows, u_rows, tiles, plan.inverse if in_fp8 else plan.order
+            given = x, w_rows, u_rows, tiles, plan.order
             if in_fp8:
                 grouped_linear_hopper_fp8.swap_ab_fp8(*given, gather=gather, activation=activation, out=out, z=z)
                 return

@@ -55,26 +55,28 @@ from moefuse.types import Activation
 SHARED = gl.constexpr(128)
 #: the largest number in e4m3
 LARGEST = tl.constexpr(448.0)
-#: rows of x that a program rounds, fewer where each goes to many places, and runs of 128 of each
-_ROUND_ROWS, _COPIED_ROWS, _ROUND_RUNS = 8, 2, 4
+#: rows of x that a program rounds, and runs of 128 of each
+_ROUND_ROWS, _ROUND_RUNS = 8, 4
 #: rows of the largest tile
 _TILE_ROWS = max(SWAP_AB_STAGES_FP8) + TokenTiles.SPARE
 
 
-@triton.jit(do_not_specialize=["T", "S", "copies"])
+@triton.jit(do_not_specialize=["S", "divisor"])
 def _round_kernel(
-    x_ptr, inverse_ptr, codes_ptr, scales_ptr, T, S, K, copies, pitch, strides, ROWS: tl.constexpr, RUNS: tl.constexpr
+    x_ptr, order_ptr, codes_ptr, scales_ptr, S, K, divisor, pitch, strides, ROWS: tl.constexpr, RUNS: tl.constexpr
 ):
-    """Rows of x [T, K] as codes [S, K] and scales [K / 128, pitch], each to its ``copies`` places in the plan's order.
+    """Rows of x in the plan's order, or as they lie, as codes [S, K] and scales [K / 128, pitch]. Grid: rows, runs.
 
-    Without inverse_ptr they stay where they are. Grid: rows, runs. Rows with an infinity or not-a-number among 128
-    values have not-a-number, or an infinity, in their scale.
+    Rows with an infinity or not-a-number among 128 values have not-a-number, or an infinity, in their scale.
     """
     wait()
     launch_dependents()
     stride_xm, stride_xk = strides
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < T
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = p < S
+    row = p
+    if order_ptr is not None:
+        row = tl.load(order_ptr + p, mask=live, other=0) // divisor
     k = tl.program_id(1) * (RUNS * 128) + tl.arange(0, RUNS * 128)
     inside = live[:, None] & (k < K)[None, :]
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
@@ -84,17 +86,12 @@ def _round_kernel(
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
     # Runs too small to divide by are zeros.
     factor = tl.where(top < 1e-35, 0.0, tl.div_rn(tl.full(top.shape, LARGEST, tl.float32), top))
-    codes = tl.reshape((x * factor[:, :, None]).to(codes_ptr.dtype.element_ty), [ROWS, RUNS * 128])
-    scales = top * (1.0 / LARGEST)
+    codes = (x * factor[:, :, None]).to(codes_ptr.dtype.element_ty)
+    at = p.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(codes_ptr + at, tl.reshape(codes, [ROWS, RUNS * 128]), mask=inside)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    for i in range(copies):
-        p = row
-        if inverse_ptr is not None:
-            p = tl.load(inverse_ptr + row.to(tl.int64) * copies + i, mask=live, other=-1)
-        there = live & (p >= 0) & (p < S)
-        tl.store(codes_ptr + p.to(tl.int64)[:, None] * K + k[None, :], codes, mask=there[:, None] & (k < K)[None, :])
-        scale_ptrs = scales_ptr + run.to(tl.int64)[None, :] * pitch + p[:, None]
-        tl.store(scale_ptrs, scales, mask=there[:, None] & (run < K // 128)[None, :])
+    scale_ptrs = scales_ptr + run.to(tl.int64)[None, :] * pitch + p[:, None]
+    tl.store(scale_ptrs, top * (1.0 / LARGEST), mask=live[:, None] & (run < K // 128)[None, :])
 
 
 class Form(NamedTuple):
@@ -115,8 +112,11 @@ class Form(NamedTuple):
 
 @gluon.constexpr_function
 def _parts(shape):
-    """The columns of the products of a stage, of a shape as `shape_of` gives it: 64 at most each."""
-    return [min(columns, 64) for columns in shape for _ in range(0, columns, 64)]
+    """The columns of the products of a stage, of a shape as `shape_of` gives it: 128 at most each."""
+    found = []
+    for columns in shape:
+        found += [128, columns - 128] if columns > 128 else [columns] if columns else []
+    return found
 
 
 @gluon.constexpr_function
@@ -215,19 +215,15 @@ def _zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _of_stage(ring, tail_ring, stage, i: gl.constexpr, FORM: gl.constexpr, SHAPE: gl.constexpr):
-    """What the i-th product of a stage has of its tokens, or of their scales."""
-    BEGIN: gl.constexpr = _begin(SHAPE, i)
-    COUNT: gl.constexpr = _columns(SHAPE, i)
-    return tail_ring.index(stage) if FORM.width == BEGIN else ring.index(stage).slice(BEGIN, COUNT, dim=0)
-
-
-@gluon.jit
-def _product(rings, w, stage, i: gl.constexpr, FORM: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin the i-th product of a stage."""
-    x_ring, tail_ring, _, _, _, _, _ = rings
-    x = _of_stage(x_ring, tail_ring, stage, i, FORM, SHAPE)
-    return warpgroup_mma(w, x.permute([1, 0]), _zeros(x.shape[0]), use_acc=False, is_async=True)
+def _tokens(rings, stage, BEGIN: gl.constexpr, COUNT: gl.constexpr, FORM: gl.constexpr):
+    """COUNT of a stage's tokens, and their scales."""
+    x_ring, tail_ring, _, s_ring, s_tail_ring, _, _ = rings
+    if FORM.width == BEGIN:
+        found = tail_ring.index(stage), s_tail_ring.index(stage)
+    else:
+        rows = x_ring.index(stage).slice(BEGIN, COUNT, dim=0)
+        found = rows, s_ring.index(stage).slice(BEGIN, COUNT, dim=0)
+    return found
 
 
 @gluon.jit
@@ -247,7 +243,7 @@ def _multiply(
     SHAPE: gl.constexpr,
 ):
     """64 weight rows by the tokens of one tile. ``scales``: of the stages that come next, for the rows."""
-    _, _, w_ring, s_ring, s_tail_ring, full, empty = rings
+    _, _, w_ring, _, _, full, empty = rings
     first, stop, column = place
     ptrs, next_ptrs = scale_ptrs
     RUNS: gl.constexpr = FORM.k // SHARED
@@ -270,22 +266,17 @@ def _multiply(
             scales = (scales[1], scales[2], scales[3], later)
         mbarrier.wait(full.index(stage), phase)
         w = w_ring.index(stage).reshape([128, SHARED]).slice(64 * WARPGROUP, 64, dim=0)
-        part = _product(rings, w, stage, 0, FORM, SHAPE)
         added = ()
         for i in gl.static_range(PARTS):
-            # One product is under way while the sums of the one before are scaled.
-            following = part
-            if i + 1 < PARTS:
-                following = _product(rings, w, stage, i + 1, FORM, SHAPE)
-            part = warpgroup_mma_wait(1 if i + 1 < PARTS else 0, deps=[part])
-            token_scales = _of_stage(s_ring, s_tail_ring, stage, i, FORM, SHAPE)
-            token_scale = token_scales.load(gl.SliceLayout(0, part.type.layout))
+            rows, row_scales = _tokens(rings, stage, _begin(SHAPE, i), sums[i].shape[1], FORM)
+            part = warpgroup_mma(w, rows.permute([1, 0]), gl.zeros_like(sums[i]), use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            token_scale = row_scales.load(gl.SliceLayout(0, part.type.layout))
             if i == PARTS - 1:
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(stage))
             row_scale = gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout), assert_trivial=True)
             added = added + (sums[i] + part * token_scale[None, :] * row_scale[:, None],)  # noqa: RUF005
-            part = following
         sums = added
         stage, phase = advance(stage, phase, FORM.stages)
     for i in gl.static_range(PARTS):
@@ -414,23 +405,22 @@ def takes(x: Tensor, w: Rows, u: Rows, out: Tensor, gated: bool) -> bool:
     return w.data.stride() == u.data.stride() and w.data.shape == u.data.shape and w.step == u.step
 
 
-def rounded(x: Tensor, inverse: Tensor | None, S: int) -> tuple[Tensor, Tensor]:
-    """x as codes ``[S, K]`` and their scales ``[K / 128, S and a few]``, in the plan's order if ``inverse`` is given.
+def rounded(x: Tensor, order: Tensor | None, S: int) -> tuple[Tensor, Tensor]:
+    """x as codes ``[S, K]`` in the plan's ``order``, if that is given, and their scales ``[K / 128, S and a few]``.
 
     Behind the last scales there is memory for a tile that begins with them.
     """
-    T, K = x.shape
+    K = x.shape[1]
     codes = torch.empty((S, K), dtype=torch.float8_e4m3fn, device=x.device)
     pitch = ceil_div(S, 16) * 16  # kernels are compiled for such numbers, or for any
     memory = torch.empty(K // 128 * pitch + _TILE_ROWS, dtype=torch.float32, device=x.device)
     scales = memory[: K // 128 * pitch].view(K // 128, pitch)
-    rows, copies = (_ROUND_ROWS, 1) if inverse is None else (_COPIED_ROWS, max(1, S // max(1, T)))
-    grid = ceil_div(T, rows), ceil_div(K, 128 * _ROUND_RUNS)
+    grid = ceil_div(S, _ROUND_ROWS), ceil_div(K, 128 * _ROUND_RUNS)
     launch(
         _round_kernel,
         grid,
-        *(x, inverse, codes, scales, T, S, K, copies, pitch, x.stride()),
-        ROWS=rows,
+        *(x, order, codes, scales, S, K, max(1, S // max(1, x.shape[0])), pitch, x.stride()),
+        ROWS=_ROUND_ROWS,
         RUNS=_ROUND_RUNS,
         num_warps=4,
         launch_pdl=PDL,
@@ -458,7 +448,7 @@ def swap_ab_fp8(
     w: Rows,
     u: Rows,
     tiles: TokenTiles,
-    inverse: Tensor,
+    order: Tensor,
     *,
     gather: bool,
     activation: Activation | None,
@@ -466,11 +456,11 @@ def swap_ab_fp8(
     z: Tensor | None = None,
     width: int | None = None,
 ) -> None:
-    """As `swap_ab_product` of grouped_linear_hopper.py, given the plan's inverse; x is rounded first."""
+    """As `swap_ab_product` of grouped_linear_hopper.py; x is rounded first."""
     (S, N), K = out.shape, x.shape[1]
     gated = activation is not None and activation.gated
     width = width or swap_ab_fp8_width(tiles.load)
-    codes, scales = rounded(x, inverse if gather else None, S)
+    codes, scales = rounded(x, order if gather else None, S)
     w_desc, turned = _weights_desc(w, u, N, K, gated)
     (matrix, rows, *w_place), (_, _, *u_place) = w.strides, u.strides
     halves, place = ((u.data, w.data), (*u_place, *w_place)) if turned else ((w.data, u.data), (*w_place, *u_place))
