@@ -492,8 +492,10 @@ def tallies(work: Sequence[Share], processes: int = 1, until: float | None = Non
         return
     # What compiles longest begins first.
     ordered = sorted(work, key=lambda share: -len(share.case.specs) * share.dtype.itemsize)
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if sys.platform == "linux":
+    # What forks must not have asked a GPU for anything, and importing this package runs a backward pass.
+    forks = sys.platform == "linux" and not torch.cuda.is_available()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
         context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
         fields = ("dtype", "backend", "device", "seed", "batches", "most", "threads")
