@@ -75,6 +75,10 @@ def test_ik_llama_is_one_that_the_user_built(monkeypatch: pytest.MonkeyPatch, tm
     assert "set MOEFUSE_IK_LLAMA to its libggml.so" in (peers.load("ik-llama").unavailable() or "")
     monkeypatch.setenv("MOEFUSE_IK_LLAMA", str(tmp_path))
     assert f"got {str(tmp_path)!r}" in (peers.load("ik-llama").unavailable() or "")
+    other = tmp_path / "libggml.so"
+    other.write_bytes(b"no library")
+    monkeypatch.setenv("MOEFUSE_IK_LLAMA", str(other))
+    assert "must name ik_llama.cpp's libggml.so, got" in (peers.load("ik-llama").unavailable() or "")
 
 
 @pytest.mark.parametrize("name", GGML)

@@ -354,7 +354,7 @@ def fits(load: float, E: int, N: int, K: int, itemsize: int, gated: bool, blocks
 
 
 def decodes_ahead(load: float, K: int, format: str) -> bool:
-    """Whether `swap_ab_product` takes weights in blocks: many rows or codes to be looked up, and sums that fill its boxes.
+    """Whether `swap_ab_product` takes weights in blocks: many rows, or codes to look up, and sums that fill its boxes.
 
     The others are for grouped_linear_hopper_blocks.py.
     """

@@ -68,7 +68,14 @@ class IkLlamaPeer(GgmlPeer):
         path = config.ik_llama()
         if path is None:
             return "ik_llama.cpp is not there: build it and set MOEFUSE_IK_LLAMA to its libggml.so"
-        return None if path.is_file() else f"MOEFUSE_IK_LLAMA must name ik_llama.cpp's libggml.so, got {str(path)!r}"
+        wrong = f"MOEFUSE_IK_LLAMA must name ik_llama.cpp's libggml.so, got {str(path)!r}"
+        if not path.is_file():
+            return wrong
+        try:
+            _library()
+        except (OSError, AttributeError) as error:  # no library, one that lacks its own symbols, or another
+            return f"{wrong}: {error}"
+        return None
 
     def library(self) -> Library:
         return _library()

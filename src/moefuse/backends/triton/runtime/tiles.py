@@ -48,8 +48,8 @@ INVARIANT_TILE_ROWS = 1
 SWAP_AB_ROWS_IN_BLOCKS = 4
 #: tokens of its tiles -> stages of operands that 227 KiB of shared memory hold
 SWAP_AB_STAGES = {64: 7, 128: 5, 256: 4}
-#: up to this many rows per expert weights in blocks are decoded by who multiplies (grouped_linear_hopper_blocks.py), but
-#: for codes that are looked up: at 32 rows MXFP4 took 1.52 times as long as bfloat16 so, and 1.16 decoded ahead
+#: up to this many rows per expert weights in blocks are decoded by who multiplies (grouped_linear_hopper_blocks.py),
+#: but for codes that are looked up: at 32 rows MXFP4 took 1.52 times as long as bfloat16 so, and 1.16 decoded ahead
 SELF_DECODED_ROWS = 48
 #: tokens of its tiles -> stages of tokens, and boxes of codes
 SWAP_AB_RINGS = {32: (8, 8), 128: (5, 6)}
